@@ -1,0 +1,1 @@
+"""How to start, reach and speak to each kind of worker."""

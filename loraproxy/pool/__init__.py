@@ -1,0 +1,1 @@
+"""Workers' states and the leases that requests take on them."""

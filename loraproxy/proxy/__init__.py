@@ -1,0 +1,1 @@
+"""The public HTTP application: routes by API family, forwarding, authentication."""

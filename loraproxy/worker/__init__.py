@@ -1,0 +1,1 @@
+"""What runs inside the embedded worker: its HTTP application and the engine."""

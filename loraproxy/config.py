@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Hashable, Mapping
 from pathlib import Path
+from typing import Annotated, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
 
 class Strict(BaseModel):
@@ -47,3 +61,241 @@ class WorkerSettings(Strict):
     use_mmap: bool = True
     use_extra_bufts: bool = False
     """Let llama.cpp repack weights into its own layouts: no page sharing, and AMX crashes on some machines."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; a line for each fault says where it is and what would be right."""
+
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names appear in URLs, in the ``X-LoRA`` header and in ``base:adapter``, hence the narrow alphabet."""
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|)\s*")
+_DURATION_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B|)\s*", re.IGNORECASE)
+
+
+def parse_duration(value: object) -> float:
+    """Seconds from a number of seconds or from text such as ``500ms``, ``30s``, ``2m``. Raises ValueError."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value)):
+        return float(match[1]) * _DURATION_UNITS[match[2]]
+    raise ValueError("should be a duration such as 30, 30s or 2m")
+
+
+def parse_size(value: object) -> int:
+    """Bytes from a number of bytes or from text such as ``32MiB`` or ``1G`` (powers of 1024). Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+    raise ValueError("should be a size such as 1048576, 512KiB or 32MiB")
+
+
+def parse_layers(value: object) -> object:
+    """llama-server's ``-ngl``: a count, or ``all`` and ``auto``, which llama.cpp knows as -1."""
+    return -1 if value in ("all", "auto") else value
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=float | str)]
+Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str)]
+Layers = Annotated[int, BeforeValidator(parse_layers, json_schema_input_type=int | str)]
+
+
+class AdapterConfig(Strict):
+    """One adapter: a GGUF adapter file or a PEFT folder, and the scale it has in requests that name no adapter."""
+
+    path: Path = Field(description="A GGUF adapter or a PEFT folder; relative to the configuration file.")
+    scale: float = Field(
+        default=0.0,
+        allow_inf_nan=False,
+        description="Scale in requests that name no adapter; 0 leaves them with the base model.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: object) -> object:
+        return {"path": value} if isinstance(value, (str, Path)) else value
+
+
+class CorsConfig(Strict):
+    """What browsers may do, under llama-server's names and with its defaults (``--cors-*``)."""
+
+    origins: str = Field(default="*", description="`*`, `localhost`, or the value of Access-Control-Allow-Origin.")
+    methods: str = "GET, POST, DELETE, OPTIONS"
+    headers: str = "*"
+    credentials: bool = True
+
+
+class HttpConfig(Strict):
+    """The public HTTP server."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="An address, or a path ending in .sock.")
+    port: int = Field(default=8080, ge=0, le=65535, description="0 takes a free port.")
+    api_keys: tuple[str, ...] = Field(default=(), description="Any of these opens the API; none: no key is asked for.")
+    api_key_file: Path | None = Field(default=None, description="One key a line; lines starting with # are comments.")
+    cors: CorsConfig = CorsConfig()
+    max_body: Size = Field(default=32 * 1024**2, ge=1024, description="The largest request body.")
+    max_queue: int = Field(
+        default=256, ge=0, description="Requests that may wait beyond those that run; more are answered 503."
+    )
+    drain_timeout: Duration = Field(
+        default=30.0, ge=0, le=3600, description="How long SIGTERM lets requests in flight run to their end."
+    )
+
+
+class EngineConfig(Strict):
+    """The embedded worker's engine; the defaults are for CPUs."""
+
+    parallel: int = Field(default=8, ge=1, le=256, description="Slots: how many requests run in one batch.")
+    ctx_size: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens of context over all slots. 0: the model's own for each slot.",
+    )
+    threads: int = Field(default=0, ge=0, le=1024, description="0: one for each physical core.")
+    threads_batch: int = Field(default=0, ge=0, le=1024, description="Threads for prompts. 0: as threads.")
+    batch_size: int = Field(default=2048, ge=1, le=1_048_576)
+    ubatch_size: int = Field(default=512, ge=1, le=1_048_576)
+    gpu_layers: Layers = Field(default=0, ge=-1, description="Layers on the GPU; -1, `all`: all of them.")
+    cache_ram: Size = Field(default=512 * 1024**2, ge=0, description="Memory for the prompt cache; 0 disables it.")
+    mmap: bool = Field(default=True, description="Map the model file, so that processes share its pages.")
+    repack: bool = Field(
+        default=False,
+        description="Let llama.cpp copy weights into its own layouts: no shared pages; crashes on some machines.",
+    )
+
+
+class Config(Strict):
+    """The configuration file of ``loraproxy serve``; the command line overrides it."""
+
+    model: Path | None = Field(default=None, description="The base model, a GGUF file.")
+    alias: str = Field(default="", description="The base model's public name; several separated by commas.")
+    adapters: dict[str, AdapterConfig] = Field(
+        default_factory=dict, description="Name: path, or name: {path, scale}. Ids on the wire follow this order."
+    )
+    adapters_dir: Path | None = Field(default=None, description="Every adapter in this folder, by its file's name.")
+    strict_models: bool = Field(default=False, description="Refuse requests whose `model` is neither base nor adapter.")
+    http: HttpConfig = HttpConfig()
+    engine: EngineConfig = EngineConfig()
+
+    @field_validator("adapters")
+    @classmethod
+    def _names(cls, adapters: dict[str, AdapterConfig]) -> dict[str, AdapterConfig]:
+        for name in adapters:
+            check_adapter_name(name)
+        return adapters
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The public names given with ``alias``, first the one that answers carry."""
+        return tuple(a for a in (part.strip() for part in self.alias.split(",")) if a)
+
+    def relative_to(self, folder: Path) -> Config:
+        """The same with paths taken relative to ``folder`` (and ``~`` expanded)."""
+
+        def at(path: Path | None) -> Path | None:
+            return None if path is None else folder / path.expanduser()
+
+        adapters = {
+            name: adapter.model_copy(update={"path": at(adapter.path)}) for name, adapter in self.adapters.items()
+        }
+        http = self.http.model_copy(update={"api_key_file": at(self.http.api_key_file)})
+        return self.model_copy(
+            update={
+                "model": at(self.model),
+                "adapters": adapters,
+                "adapters_dir": at(self.adapters_dir),
+                "http": http,
+            }
+        )
+
+
+def check_adapter_name(name: str) -> None:
+    """Raises ValueError unless ``name`` can stand in a URL, a header and ``base:adapter``."""
+    if not ADAPTER_NAME.fullmatch(name) or name in ("none", "base"):
+        raise ValueError(
+            f"{name!r} cannot name an adapter: up to 64 letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit, and not 'none' or 'base'"
+        )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader that refuses a key given twice, where it would keep the last one in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def load_config(path: Path) -> Config:
+    """Read and check a YAML configuration file; its paths are relative to its folder. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {getattr(error, 'strerror', error)}") from error
+    try:
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: should be a mapping of keys to values, not a {type(data).__name__}")
+    return check_config(data, str(path)).relative_to(path.resolve().parent)
+
+
+def check_config(data: Mapping[str, object], source: str) -> Config:
+    """``data`` as a Config. Raises ConfigError with a line for each fault, each starting with ``source``."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_explain(fault)}" for fault in error.errors())) from error
+
+
+def _shorten(text: str, limit: int = 80) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _explain(fault: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key {where!r}{_nearest(tuple(str(part) for part in fault['loc']))}"
+    message = fault["msg"].removeprefix("Value error, ")
+    message = message.removeprefix("Input ")
+    secret = "api_key" in where
+    return f"{where}: {message}" if secret else f"{where}: {message} (got {_shorten(repr(fault['input']))})"
+
+
+def _nearest(loc: tuple[str, ...]) -> str:
+    """The hint for an unknown key: one spelt like it beside it, else one of that name elsewhere, else all beside it."""
+    name = loc[-1].replace("-", "_")
+    beside = list(_model_at(loc[:-1]).model_fields)
+    if close := difflib.get_close_matches(name, beside, n=1):
+        return f"; did you mean {'.'.join((*loc[:-1], close[0]))!r}?"
+    elsewhere = {key: key for key in Config.model_fields}
+    for section in Config.model_fields:
+        elsewhere |= {key: f"{section}.{key}" for key in _model_at((section,)).model_fields if key not in elsewhere}
+    if close := difflib.get_close_matches(name, elsewhere, n=1):
+        return f"; did you mean {elsewhere[close[0]]!r}?"
+    return f"; known here: {', '.join(beside)}"
+
+
+def _model_at(loc: tuple[str, ...]) -> type[BaseModel]:
+    """The model that holds the keys at ``loc``; parts that are no field are names in a mapping."""
+    model: type[BaseModel] = Config
+    for part in loc:
+        if (field := model.model_fields.get(part)) is not None:
+            for candidate in (field.annotation, *get_args(field.annotation)):
+                if get_origin(candidate) is None and isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                    model = candidate
+    return model

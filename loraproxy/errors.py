@@ -109,3 +109,7 @@ class Unavailable(ApiError):
     def __init__(self, message: str, *, retry_after: int | None = None, **extra: Any) -> None:
         super().__init__(message, **extra)
         self.retry_after = retry_after
+
+
+class StartFailed(Exception):
+    """The server cannot start; the message is what the command line prints, without a traceback."""

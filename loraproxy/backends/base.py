@@ -1,0 +1,59 @@
+"""What the pool asks of a backend: something to start, reach over HTTP and stop."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Protocol
+
+import aiohttp
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How a worker process ended: its return code (negative: the signal that killed it) and its last lines of output."""
+
+    returncode: int
+    last_lines: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.returncode < 0:
+            try:
+                name = signal.Signals(-self.returncode).name
+            except ValueError:
+                name = f"signal {-self.returncode}"
+            return f"killed by {name}"
+        return f"exit code {self.returncode}"
+
+    def report(self) -> str:
+        """How it ended and why: the ``error:`` line it left, else its last lines."""
+        for line in reversed(self.last_lines):
+            if line.startswith("error: "):
+                return f"{self}: {line.removeprefix('error: ')}"
+        return "\n  ".join((f"{self}", *self.last_lines[-8:]))
+
+
+class Backend(Protocol):
+    """One worker that speaks llama-server's HTTP API."""
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """Where to send requests; only between ``start`` and ``stop``."""
+        ...
+
+    @property
+    def base_url(self) -> str:
+        """What paths are appended to, without a trailing slash."""
+        ...
+
+    async def start(self) -> None:
+        """Return when it answers ``/health`` with 200. Raises StartFailed when it cannot."""
+        ...
+
+    async def wait(self) -> WorkerExit:
+        """Return when it has ended by itself."""
+        ...
+
+    async def stop(self, grace: float) -> None:
+        """End it and remove what it left behind; after ``grace`` seconds by force. May be called in any state."""
+        ...

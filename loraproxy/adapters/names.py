@@ -1,0 +1,48 @@
+"""What an adapter may be called, and what to say when a name is not known."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection
+
+from loraproxy.errors import InvalidRequest
+
+BASE_WORD = "none"
+"""Selects the base model wherever an adapter's name may stand."""
+
+RESERVED = frozenset({BASE_WORD, "base"})
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_SHOWN = 24
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if an adapter may bear it.
+
+    1 to 128 of ``A-Z a-z 0-9 . _ -``, not starting with a dot, and none of the reserved words ``none`` and
+    ``base`` in any case. Raises InvalidRequest otherwise. Names go into URLs, headers and ``base:adapter``.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{shorten(name)} cannot name an adapter: use 1 to 128 of A-Z a-z 0-9 . _ - and no dot at the start"
+        )
+    if name.lower() in RESERVED:
+        raise InvalidRequest(f"{name!r} cannot name an adapter: the word is reserved for the base model")
+    return name
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """``repr(value)``, cut after ``limit`` characters, for use in messages."""
+    text = repr(value if not isinstance(value, (str, bytes)) else value[:limit])
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def known_names(name: str, known: Collection[str]) -> str:
+    """The end of an "unknown name" message: the nearest known name, if one is near, and the known names."""
+    if not known:
+        return "no adapters are loaded"
+    near = difflib.get_close_matches(name[:128], known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    shown = ", ".join(sorted(known)[:_SHOWN])
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    return f"{hint}known adapters: {shown}{more}"

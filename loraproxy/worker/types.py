@@ -167,6 +167,8 @@ class SlotView:
     n_decoded: int
     n_remain: int
     has_new_line: bool
+    n_prompt_tokens_processed: int = 0
+    n_prompt_tokens_cache: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,3 +185,4 @@ class EngineCounters:
     n_tokens_max: int = 0
     processing: int = 0
     deferred: int = 0
+    prompt_tokens_cached: int = 0

@@ -15,7 +15,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
@@ -66,9 +65,6 @@ class WorkerSettings(Strict):
 class ConfigError(ValueError):
     """A configuration that cannot be used; a line for each fault says where it is and what would be right."""
 
-
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Names appear in URLs, in the ``X-LoRA`` header and in ``base:adapter``, hence the narrow alphabet."""
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|)\s*")
 _DURATION_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
@@ -180,13 +176,6 @@ class Config(Strict):
     http: HttpConfig = HttpConfig()
     engine: EngineConfig = EngineConfig()
 
-    @field_validator("adapters")
-    @classmethod
-    def _names(cls, adapters: dict[str, AdapterConfig]) -> dict[str, AdapterConfig]:
-        for name in adapters:
-            check_adapter_name(name)
-        return adapters
-
     @property
     def aliases(self) -> tuple[str, ...]:
         """The public names given with ``alias``, first the one that answers carry."""
@@ -209,15 +198,6 @@ class Config(Strict):
                 "adapters_dir": at(self.adapters_dir),
                 "http": http,
             }
-        )
-
-
-def check_adapter_name(name: str) -> None:
-    """Raises ValueError unless ``name`` can stand in a URL, a header and ``base:adapter``."""
-    if not ADAPTER_NAME.fullmatch(name) or name in ("none", "base"):
-        raise ValueError(
-            f"{name!r} cannot name an adapter: up to 64 letters, digits, '.', '_' and '-', "
-            "starting with a letter or digit, and not 'none' or 'base'"
         )
 
 

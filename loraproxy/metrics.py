@@ -1,1 +1,59 @@
-"""Prometheus metrics of the proxy."""
+"""Prometheus metrics of the proxy; the worker has llama-server's own (``llamacpp:*``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_MAX_ADAPTER_LABELS = 200
+
+
+class Metrics:
+    """The metrics of one proxy, in a registry of its own."""
+
+    def __init__(self, in_flight: Callable[[], float], restarts: Callable[[], float]) -> None:
+        """The two functions are read whenever the metrics are."""
+        self._registry = CollectorRegistry()
+        self._adapters: set[str] = set()
+        self._requests = Counter(
+            "loraproxy_requests",
+            "Requests that generate, by endpoint, adapter and outcome",
+            ["endpoint", "adapter", "outcome"],
+            registry=self._registry,
+        )
+        self._ttft = Histogram(
+            "loraproxy_time_to_first_token_seconds",
+            "From a request's arrival to the first bytes of its streamed answer",
+            buckets=_TTFT_BUCKETS,
+            registry=self._registry,
+        )
+        Gauge("loraproxy_requests_in_flight", "Requests that run or wait", registry=self._registry).set_function(
+            in_flight
+        )
+        Gauge("loraproxy_worker_restarts", "Workers replaced since the start", registry=self._registry).set_function(
+            restarts
+        )
+
+    def count(self, endpoint: str, adapters: tuple[str, ...], outcome: str) -> None:
+        """One finished request. ``adapters``: the names it ran under, none for the base."""
+        self._requests.labels(endpoint, self._adapter_label(adapters), outcome).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """A streamed answer began, ``seconds`` after its request arrived."""
+        self._ttft.observe(seconds)
+
+    def render(self) -> bytes:
+        """Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def _adapter_label(self, adapters: tuple[str, ...]) -> str:
+        """A label of bounded cardinality: one adapter's name, ``base``, ``several``, or ``other`` beyond the limit."""
+        if len(adapters) != 1:
+            return "several" if adapters else "base"
+        if adapters[0] not in self._adapters:
+            if len(self._adapters) >= _MAX_ADAPTER_LABELS:
+                return "other"
+            self._adapters.add(adapters[0])
+        return adapters[0]

@@ -11,7 +11,7 @@ import aiohttp
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How a worker process ended: its return code (negative: the signal that killed it) and its last lines of output."""
+    """How a worker process ended: its return code (negative: the signal that killed it) and what it said last."""
 
     returncode: int
     last_lines: tuple[str, ...] = ()

@@ -62,8 +62,7 @@ class EmbeddedWorker:
         socket = self._folder / self._settings.socket.name
         settings_file = self._folder / "settings.json"
         settings = self._settings.model_copy(update={"socket": socket})
-        with open(os.open(settings_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(settings.model_dump_json())
+        _write_private(settings_file, settings.model_dump_json())
         # In a session of its own, so that Ctrl-C in a terminal reaches the proxy alone, which then drains.
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-u", "-m", "loraproxy.worker", "--settings", str(settings_file)),
@@ -158,3 +157,8 @@ def _make_runtime_folder(socket_name: str) -> Path:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="loraproxy-", dir="/tmp"))
+
+
+def _write_private(path: Path, text: str) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)

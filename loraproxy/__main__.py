@@ -1,0 +1,7 @@
+"""``python -m loraproxy``."""
+
+import sys
+
+from loraproxy.cli import main
+
+sys.exit(main())

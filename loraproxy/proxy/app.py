@@ -1,0 +1,83 @@
+"""The public HTTP application: llama-server's routes, each also under ``/lora/{adapter}``."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from loraproxy.config import HttpConfig
+from loraproxy.proxy import control, generate
+from loraproxy.proxy.context import ADAPTER_PREFIX, PROXY, Proxy
+from loraproxy.proxy.middleware import cors, errors_as_json, gate, prepare_headers
+
+_HANDLERS = {
+    ("GET", "/health"): control.health,
+    ("GET", "/v1/health"): control.health,
+    ("GET", "/metrics"): control.metrics,
+    ("GET", "/models"): control.models,
+    ("GET", "/v1/models"): control.models,
+    ("GET", "/props"): control.pass_on,
+    ("GET", "/slots"): control.pass_on,
+    ("GET", "/lora-adapters"): control.list_adapters,
+    ("POST", "/lora-adapters"): control.set_adapters,
+    ("POST", "/tokenize"): control.pass_on,
+    ("POST", "/detokenize"): control.pass_on,
+    ("POST", "/apply-template"): control.pass_on,
+    ("POST", "/completion"): generate.generate,
+    ("POST", "/completions"): generate.generate,
+    ("POST", "/v1/completions"): generate.generate,
+    ("POST", "/chat/completions"): generate.generate,
+    ("POST", "/v1/chat/completions"): generate.generate,
+}
+
+_NOT_SUPPORTED = (
+    ("POST", "/props"),
+    ("POST", "/slots/{id_slot}"),
+    ("POST", "/infill"),
+    ("POST", "/embedding"),
+    ("POST", "/embeddings"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/rerank"),
+    ("POST", "/reranking"),
+    ("POST", "/v1/rerank"),
+    ("POST", "/v1/reranking"),
+    ("POST", "/responses"),
+    ("POST", "/v1/responses"),
+    ("POST", "/responses/input_tokens"),
+    ("POST", "/v1/responses/input_tokens"),
+    ("POST", "/chat/completions/input_tokens"),
+    ("POST", "/v1/chat/completions/input_tokens"),
+    ("POST", "/v1/chat/completions/control"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/audio/transcriptions"),
+    ("POST", "/v1/audio/transcriptions"),
+    ("GET", "/v1/stream"),
+    ("DELETE", "/v1/stream"),
+    ("POST", "/v1/streams/lookup"),
+    ("POST", "/models"),
+    ("DELETE", "/models"),
+    ("POST", "/models/load"),
+    ("POST", "/models/unload"),
+    ("GET", "/models/sse"),
+    ("GET", "/tools"),
+    ("POST", "/tools"),
+    ("GET", "/cors-proxy"),
+    ("POST", "/cors-proxy"),
+)
+"""What llama-server has and this server has not: answered 501, so that a client learns why."""
+
+
+def make_app(proxy: Proxy, config: HttpConfig, api_keys: tuple[str, ...]) -> web.Application:
+    """The application. ``proxy`` is what its handlers work with."""
+    app = web.Application(
+        middlewares=[errors_as_json, cors(config.cors), gate(proxy.pool, api_keys)],
+        client_max_size=config.max_body,
+    )
+    app[PROXY] = proxy
+    app.on_response_prepare.append(prepare_headers(config.cors))
+    for prefix in ("", ADAPTER_PREFIX):
+        for (method, path), handler in _HANDLERS.items():
+            app.router.add_route(method, prefix + path, handler)
+        for method, path in _NOT_SUPPORTED:
+            app.router.add_route(method, prefix + path, control.not_supported)
+    return app

@@ -1,0 +1,70 @@
+"""Request bodies: read within the limit, parsed once, strictly."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from aiohttp import web
+
+from loraproxy.errors import InvalidRequest, PayloadTooLarge
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body. Raises PayloadTooLarge for more than the application's ``client_max_size``."""
+    limit = request.client_max_size
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise _too_large(limit) from error
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """A JSON object. Raises InvalidRequest for anything else, whatever the Content-Type says, as llama-server."""
+    value = parse_json(data)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the request body must be a JSON object, not {_kind(value)}")
+    return value
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON as RFC 8259 has it: no NaN, no Infinity. Raises InvalidRequest that says what is wrong and where."""
+    if not data:
+        raise InvalidRequest("the request body is empty; it must be JSON")
+    try:
+        # utf-8-sig: llama-server's parser skips a byte order mark, too.
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the request body is not UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno} column {error.colno}"
+        raise InvalidRequest(f"the request body is not JSON: {error.msg} at {place}") from error
+    except RecursionError as error:
+        raise InvalidRequest("the request body is nested too deeply") from error
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise InvalidRequest(f"the request body is not JSON this server can read: {error}") from error
+
+
+def dump_json(value: object) -> bytes:
+    """``value`` as compact JSON. Raises InvalidRequest for a number too large for a double (parsed as infinite)."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        raise InvalidRequest("the request body has a number that is out of range") from error
+    except RecursionError as error:
+        raise InvalidRequest("the request body is nested too deeply") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequest(f"the request body is not JSON: {name} is not a JSON number")
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the request body is larger than {limit} bytes (http.max_body)")
+
+
+def _kind(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

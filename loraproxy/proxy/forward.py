@@ -1,0 +1,126 @@
+"""Forwarding: one request to the worker, its answer back; a stream is copied as it comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from loraproxy.errors import ApiError, Unavailable
+from loraproxy.pool.pool import WorkerPool
+from loraproxy.pool.worker import Worker
+
+_NOT_COPIED = frozenset(
+    {
+        "connection",
+        "content-length",
+        "date",
+        "keep-alive",
+        "server",
+        "transfer-encoding",
+        "x-request-id",
+    }
+)
+"""Headers of one connection, and those the proxy sets itself."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What is sent to the worker."""
+
+    method: str
+    path: str
+    """With the query string."""
+    body: bytes | None = None
+
+
+def _ignore() -> None:
+    pass
+
+
+async def forward(
+    request: web.Request,
+    pool: WorkerPool,
+    worker: Worker,
+    upstream: Upstream,
+    *,
+    headers: Mapping[str, str],
+    on_first_bytes: Callable[[], None] = _ignore,
+) -> web.StreamResponse:
+    """Send ``upstream`` to ``worker`` and its answer, with ``headers`` added, to the client.
+
+    Cancelling it (the client went away) closes the connection, which is how the worker learns of it. Raises
+    WorkerFailed or Unavailable when the worker breaks the connection before the answer began; later than that
+    a stream ends with an error event.
+    """
+    answer = await _send(pool, worker, upstream)
+    try:
+        if answer.content_type == "text/event-stream":
+            return await _copy_stream(request, pool, answer, headers, on_first_bytes)
+        try:
+            body = await answer.read()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise pool.broken() from error
+        return web.Response(body=body, status=answer.status, headers=_merged(answer, headers))
+    finally:
+        # Closes the connection unless the answer was read to its end.
+        answer.release()
+
+
+async def _send(pool: WorkerPool, worker: Worker, upstream: Upstream) -> aiohttp.ClientResponse:
+    try:
+        return await worker.backend.session.request(
+            upstream.method,
+            worker.backend.base_url + upstream.path,
+            data=upstream.body,
+            headers={"Content-Type": "application/json"} if upstream.body is not None else None,
+        )
+    except aiohttp.ClientConnectorError as error:
+        raise Unavailable("the worker does not accept connections; try again later", retry_after=1) from error
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise pool.broken() from error
+
+
+async def _copy_stream(
+    request: web.Request,
+    pool: WorkerPool,
+    answer: aiohttp.ClientResponse,
+    headers: Mapping[str, str],
+    on_first_bytes: Callable[[], None],
+) -> web.StreamResponse:
+    """Copy server-sent events. This loop runs for every token of every stream: one read, one write, nothing else."""
+    response = web.StreamResponse(status=answer.status, headers=_merged(answer, headers))
+    read, write = answer.content.readany, response.write
+    try:
+        await response.prepare(request)
+        first = True
+        while True:
+            try:
+                chunk = await read()
+            except (aiohttp.ClientError, ConnectionError):
+                chunk = b""
+                await write(_error_event(pool.broken()))
+            if not chunk:
+                break
+            if first:
+                first = False
+                on_first_bytes()
+            await write(chunk)
+        await response.write_eof()
+    except ConnectionResetError:
+        pass  # Writing failed: the client is gone, and the caller closes the connection to the worker.
+    return response
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+
+
+def _merged(answer: aiohttp.ClientResponse, headers: Mapping[str, str]) -> CIMultiDict[str]:
+    merged = CIMultiDict((name, value) for name, value in answer.headers.items() if name.lower() not in _NOT_COPIED)
+    merged.update(headers)
+    return merged

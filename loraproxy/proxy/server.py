@@ -1,0 +1,161 @@
+"""The proxy's life: check the adapters, listen, start the worker, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from loraproxy.adapters.registry import AdapterRegistry
+from loraproxy.backends.embedded import EmbeddedWorker
+from loraproxy.config import Config, HttpConfig, WorkerAdapter, WorkerSettings
+from loraproxy.errors import StartFailed
+from loraproxy.metrics import Metrics
+from loraproxy.pool.pool import WorkerPool
+from loraproxy.proxy.app import make_app
+from loraproxy.proxy.context import Proxy
+from loraproxy.proxy.loading import load_registry
+from loraproxy.proxy.middleware import api_keys
+
+log = logging.getLogger(__name__)
+
+_WORKER_GRACE = 10.0
+"""Seconds from SIGTERM to SIGKILL for a worker that has nothing left to do."""
+
+
+def run(config: Config, announce: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code 0.
+
+    ``announce`` is called with the server's URL when it is ready. Raises StartFailed.
+    """
+    proxy = _prepare(config)
+    keys = api_keys(config.http)
+    if not keys and not _is_local(config.http.host):
+        log.warning("listening on %s without an API key: whoever reaches it can use it (--api-key)", config.http.host)
+    asyncio.run(_serve(config, proxy, keys, announce))
+    return 0
+
+
+def _prepare(config: Config) -> Proxy:
+    """What needs no event loop: read and check the adapter files, and lay out the worker's settings."""
+    assert config.model is not None
+    model = config.model.absolute()
+    if not model.is_file():
+        raise StartFailed(f"the model file {model} does not exist")
+    registry = load_registry(config, model)
+    settings = _worker_settings(config, model, registry)
+    pool = WorkerPool(lambda: EmbeddedWorker(settings), slots=config.engine.parallel, max_queue=config.http.max_queue)
+    metrics = Metrics(lambda: pool.in_flight, lambda: pool.restarts)
+    base_names = {*config.aliases, str(config.model), model.name, model.stem}
+    return Proxy(registry, pool, metrics, frozenset(base_names), config.strict_models)
+
+
+def _worker_settings(config: Config, model: Path, registry: AdapterRegistry) -> WorkerSettings:
+    engine = config.engine
+    return WorkerSettings(
+        model=model,
+        socket=Path("worker.sock"),
+        alias=config.aliases[0] if config.aliases else "",
+        adapters=tuple(WorkerAdapter(id=a.id, name=a.name, path=a.path.absolute()) for a in registry),
+        parallel=engine.parallel,
+        ctx_size=engine.ctx_size,
+        threads=engine.threads,
+        threads_batch=engine.threads_batch,
+        batch_size=engine.batch_size,
+        ubatch_size=engine.ubatch_size,
+        gpu_layers=engine.gpu_layers,
+        cache_ram_mib=-(-engine.cache_ram // 1024**2),
+        use_mmap=engine.mmap,
+        use_extra_bufts=engine.repack,
+    )
+
+
+async def _serve(config: Config, proxy: Proxy, keys: tuple[str, ...], announce: Callable[[str], None]) -> None:
+    stop, hurry = _watch_signals()
+    app = make_app(proxy, config.http, keys)
+    # handler_cancellation: a client that goes away cancels its handler, which closes the worker's connection.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    await runner.setup()
+    try:
+        site, url = await _listen(runner, config.http)
+        if await _unless(stop, proxy.pool.start()):
+            announce(url)
+            await stop.wait()
+        await site.stop()
+        log.info("shutting down: %d requests in flight", proxy.pool.in_flight)
+        await _unless(hurry, proxy.pool.drain(config.http.drain_timeout))
+    finally:
+        await _unless(hurry, proxy.pool.close(_WORKER_GRACE))
+        await proxy.pool.close(0)
+        await runner.cleanup()
+        if config.http.host.endswith(".sock"):
+            with suppress(OSError):
+                os.unlink(config.http.host)
+
+
+def _watch_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Two events: the first SIGTERM or SIGINT asks to drain, the second to end at once."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop, hurry
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
+    """Run ``work`` until it ends or ``event`` is set, which cancels it. True when it ended; raises what it raises."""
+    task = asyncio.create_task(work)
+    waiter = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiter.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if task.cancelled():
+        return False
+    task.result()
+    return True
+
+
+async def _listen(runner: web.AppRunner, config: HttpConfig) -> tuple[web.BaseSite, str]:
+    """Listen, and give the site and its URL. Raises StartFailed when the address cannot be used."""
+    host, port = config.host, config.port
+    if host.endswith(".sock"):
+        site: web.BaseSite = web.UnixSite(runner, host)
+        name = f"the unix socket {host}"
+    else:
+        site = web.TCPSite(runner, host, port)
+        name = f"{host}:{port}"
+    try:
+        await site.start()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartFailed(f"{name} is already in use; choose another with --port") from error
+        raise StartFailed(f"cannot listen on {name}: {error.strerror or error}") from error
+    if host.endswith(".sock"):
+        return site, f"unix:{host}"
+    bound = runner.addresses[0][1]
+    return site, f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+
+
+def _is_local(host: str) -> bool:
+    if host.endswith(".sock") or host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False

@@ -1,0 +1,77 @@
+"""What every adapter must satisfy, whatever file it came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loraproxy.adapters.base_model import OUTPUT, TOKEN_EMBD, BaseModel
+from loraproxy.adapters.tensors import LoraTensor, Op
+
+MAX_RANK = 1024
+MAX_FILE_BYTES = 16 << 30
+"""An adapter file larger than this is refused before it is read."""
+MAX_PAIRS = 32 * 1024
+
+_SHOWN = 4
+
+
+class Refused(ValueError):
+    """Why an adapter cannot be applied; :func:`loraproxy.adapters.read.read_adapter` adds its name and path."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few of ``names`` for a message, and how many more there are."""
+    every = sorted(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(name[:120] for name in every[:_SHOWN]) + more
+
+
+def checked_pair(base: BaseModel, target: str, op: Op, a: NDArray[Any], b: NDArray[Any], scale: float) -> LoraTensor:
+    """The pair as a :class:`LoraTensor`, if it fits ``base``. Shapes as LoraTensor has them. Raises Refused."""
+    shape = base.shape_of(target)
+    if shape is None:
+        raise Refused(f"tensor {target} does not exist in the {base.describe()}; the adapter is for another model")
+    if len(shape) != 2:
+        raise Refused(f"tensor {target} has {len(shape)} dimensions in the base model; only matrices are supported")
+    n_out, n_in = shape
+    if op is Op.GET_ROWS:
+        n_in, n_out = n_out, n_in
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        raise Refused(f"tensor {target}: A {a.shape} and B {b.shape} are no low-rank pair; A is (rank, n), B (n, rank)")
+    rank = a.shape[0]
+    if not 1 <= rank <= MAX_RANK:
+        raise Refused(f"tensor {target} has rank {rank}; 1 to {MAX_RANK} are supported")
+    if a.shape != (rank, n_in) or b.shape != (n_out, rank):
+        raise Refused(
+            f"tensor {target} has the wrong shape: A {a.shape}, B {b.shape}; the {base.describe()} needs "
+            f"A ({rank}, {n_in}), B ({n_out}, {rank}); the adapter is for another model"
+        )
+    if not np.isfinite(a).all() or not np.isfinite(b).all():
+        raise Refused(f"tensor {target} holds NaN or infinite weights; the adapter is damaged")
+    if not math.isfinite(scale) or abs(scale) > np.finfo(np.float32).max:
+        raise Refused(f"tensor {target} has the scale {scale}, which is not a finite number; check alpha")
+    return LoraTensor(
+        target, op, np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32), scale
+    )
+
+
+def op_for(target: str) -> Op:
+    """The operation whose result a pair for ``target`` corrects."""
+    return Op.GET_ROWS if target == TOKEN_EMBD else Op.MUL_MAT
+
+
+def in_graph_order(tensors: Iterable[LoraTensor]) -> tuple[LoraTensor, ...]:
+    """Embedding, then layer by layer, then the head: an order that does not depend on the file's."""
+
+    def key(tensor: LoraTensor) -> tuple[int, int, str]:
+        parts = tensor.target.split(".")
+        layer = int(parts[1]) if parts[0] == "blk" and len(parts) > 1 and parts[1].isdecimal() else 0
+        place = {TOKEN_EMBD: 0, OUTPUT: 2}.get(tensor.target, 1)
+        return place, layer, tensor.target
+
+    return tuple(sorted(tensors, key=key))

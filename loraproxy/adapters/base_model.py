@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +59,9 @@ class BaseModel:
         return self.tensors.get(target)
 
     def describe(self) -> str:
-        """For messages: ``llama model 'Smollm2 135M' (file.gguf)``."""
+        """For messages: ``llama model 'Smollm2 135M'``, or with the file's name where the model has none."""
         return (
-            f"{self.architecture} model {self.name!r} ({self.path.name})"
-            if self.name
-            else (f"{self.architecture} model {self.path.name}")
+            f"{self.architecture} model {self.name!r}" if self.name else f"{self.architecture} model {self.path.name}"
         )
 
 
@@ -79,6 +78,8 @@ def _headers(path: Path) -> list[GgufHeader]:
 
 
 def _header(path: Path) -> GgufHeader:
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
+        raise GgufError(f"{path.name} is not a regular file; give a GGUF file")
     with path.open("rb") as file:
         try:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

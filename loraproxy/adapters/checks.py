@@ -13,7 +13,7 @@ from loraproxy.adapters.base_model import OUTPUT, TOKEN_EMBD, BaseModel
 from loraproxy.adapters.tensors import LoraTensor, Op
 
 MAX_RANK = 1024
-MAX_FILE_BYTES = 16 << 30
+MAX_FILE_BYTES = 8 << 30
 """An adapter file larger than this is refused before it is read."""
 MAX_PAIRS = 32 * 1024
 

@@ -234,20 +234,25 @@ def load_config(path: Path) -> Config:
     return check_config(data, str(path)).relative_to(path.resolve().parent)
 
 
-def check_config(data: Mapping[str, object], source: str) -> Config:
-    """``data`` as a Config. Raises ConfigError with a line for each fault, each starting with ``source``."""
+def check_config(data: Mapping[str, object], source: str, options: Mapping[str, str] | None = None) -> Config:
+    """``data`` as a Config. Raises ConfigError with a line for each fault, each starting with ``source``.
+
+    ``options`` gives the command line's name of a key, to be used in place of the key's.
+    """
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {_explain(fault)}" for fault in error.errors())) from error
+        faults = [_explain(fault, options or {}) for fault in error.errors()]
+        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults)) from error
 
 
 def _shorten(text: str, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _explain(fault: ErrorDetails) -> str:
+def _explain(fault: ErrorDetails, options: Mapping[str, str]) -> str:
     where = ".".join(str(part) for part in fault["loc"])
+    where = options.get(where, where)
     if fault["type"] == "extra_forbidden":
         return f"unknown key {where!r}{_nearest(tuple(str(part) for part in fault['loc']))}"
     message = fault["msg"].removeprefix("Value error, ")

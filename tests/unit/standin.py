@@ -1,0 +1,200 @@
+"""A small real HTTP server on a unix socket in the place of the worker, for what a real worker cannot be made to do.
+
+It breaks connections, holds answers back and counts them at the test's command. Everything else about the proxy
+is tested with the real worker in tests/integration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from loraproxy.adapters.registry import AdapterRegistry
+from loraproxy.backends.base import WorkerExit
+from loraproxy.config import HttpConfig
+from loraproxy.errors import StartFailed
+from loraproxy.metrics import Metrics
+from loraproxy.pool.pool import Backoff, WorkerPool
+from loraproxy.proxy.app import make_app
+from loraproxy.proxy.context import Proxy
+
+PATIENCE = 10
+"""Seconds after which a test that waits for a condition fails."""
+
+MODELS = {
+    "models": [{"name": "base", "model": "base", "capabilities": ["completion"]}],
+    "object": "list",
+    "data": [{"id": "base", "object": "model", "aliases": [], "created": 1, "meta": {"n_vocab": 7}}],
+}
+
+
+async def soon(awaitable: Any) -> Any:
+    """Await something that must happen."""
+    return await asyncio.wait_for(awaitable, PATIENCE)
+
+
+class StandIn:
+    """A backend for the pool; one instance is one start of the worker."""
+
+    base_url = "http://worker"
+
+    def __init__(self, socket: Path, may_start: asyncio.Event, fails_to_start: bool = False) -> None:
+        self.socket = socket
+        self.may_start = may_start
+        self.fails_to_start = fails_to_start
+        self.started = asyncio.Event()
+        self.stopped = asyncio.Event()
+        self.received: list[tuple[str, bytes]] = []
+        self.connections: set[asyncio.Transport] = set()
+        self.arrived = asyncio.Semaphore(0)
+        self.cancelled = asyncio.Event()
+        self.go_on = asyncio.Semaphore(0)
+        """Each release lets one event of a held stream, or one held answer, go out."""
+        self.grace: float | None = None
+        self._died = asyncio.Event()
+
+    async def start(self) -> None:
+        await self.may_start.wait()
+        if self.fails_to_start:
+            raise StartFailed("the worker ended while it was starting: exit code 1: no memory")
+        app = web.Application(client_max_size=0)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(self.socket)).start()
+        self.session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.socket), limit=0))
+        self.started.set()
+
+    async def wait(self) -> WorkerExit:
+        await self._died.wait()
+        return WorkerExit(-9, ("last words",))
+
+    async def stop(self, grace: float) -> None:
+        self.grace = grace
+        if not self.fails_to_start:
+            self._abort()
+            await self._runner.cleanup()
+            await self.session.close()
+            self.socket.unlink(missing_ok=True)
+        self.stopped.set()
+
+    def die(self) -> None:
+        """Break every connection, as a killed process does."""
+        self._abort()
+        self._died.set()
+
+    def _abort(self) -> None:
+        for transport in self.connections:
+            transport.abort()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self.connections.add(request.transport)
+        body = await request.read()
+        self.received.append((request.path_qs, body))
+        self.arrived.release()
+        if request.path.endswith("models"):
+            return web.json_response(MODELS)
+        if request.path == "/metrics":
+            return web.Response(text="llamacpp:n_decode_total 1\n")
+        wish = json.loads(body).get("wish", "echo") if body else "echo"
+        if wish == "stream":
+            return await self._stream(request)
+        if wish == "hold":
+            await self._held()
+        if wish == "refuse":
+            error = {"code": 400, "message": "no", "type": "invalid_request_error"}
+            return web.json_response({"error": error}, status=400)
+        return web.json_response({"path": request.path_qs, "body": body.decode()})
+
+    async def _held(self) -> None:
+        try:
+            await self.go_on.acquire()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        await response.prepare(request)
+        for number in range(3):
+            await self._held()
+            await response.write(b'data: {"content":"%d"}\n\n' % number)
+        await response.write_eof()
+        return response
+
+
+class Bench:
+    """A proxy on a real port, in front of stand-ins."""
+
+    def __init__(self, folder: Path, http: HttpConfig, keys: tuple[str, ...], slots: int, strict: bool) -> None:
+        self.workers: list[StandIn] = []
+        self.broken_starts = 0
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.made = asyncio.Semaphore(0)
+        """Released for every replacement of the first worker."""
+        self.registry = AdapterRegistry()
+        for name in ("pirate", "robot"):
+            self.registry.add(name, folder / name)
+        backoff = Backoff(first=0.02, longest=0.1)
+        self._folder = folder
+        self.pool = WorkerPool(self._make, slots=slots, max_queue=http.max_queue, backoff=backoff)
+        metrics = Metrics(lambda: self.pool.in_flight, lambda: self.pool.restarts)
+        proxy = Proxy(self.registry, self.pool, metrics, frozenset({"base"}), strict)
+        self.runner = web.AppRunner(make_app(proxy, http, keys), handler_cancellation=True, shutdown_timeout=0)
+
+    @property
+    def worker(self) -> StandIn:
+        """The newest stand-in."""
+        return self.workers[-1]
+
+    def _make(self) -> StandIn:
+        fails = self.broken_starts > 0
+        self.broken_starts -= fails
+        self.workers.append(StandIn(self._folder / f"{len(self.workers)}.sock", self.may_start, fails))
+        if len(self.workers) > 1:
+            self.made.release()
+        return self.workers[-1]
+
+    def post(self, path: str, body: Any, **more: Any) -> Any:
+        """A POST with a JSON body, or with ``body`` itself where it is bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.client.post(self.url + path, data=data, **more)
+
+    def get(self, path: str, **more: Any) -> Any:
+        return self.client.get(self.url + path, **more)
+
+
+@asynccontextmanager
+async def running(
+    folder: Path,
+    http: HttpConfig | None = None,
+    *,
+    keys: tuple[str, ...] = (),
+    slots: int = 4,
+    strict: bool = False,
+    started: bool = True,
+) -> AsyncIterator[Bench]:
+    """A proxy whose worker has started, unless ``started`` is false."""
+    bench = Bench(folder, http or HttpConfig(), keys, slots, strict)
+    await bench.runner.setup()
+    await web.TCPSite(bench.runner, "127.0.0.1", 0).start()
+    bench.url = f"http://127.0.0.1:{bench.runner.addresses[0][1]}"
+    bench.client = aiohttp.ClientSession()
+    if started:
+        await bench.pool.start()
+    try:
+        yield bench
+    finally:
+        await bench.client.close()
+        if started:
+            await bench.pool.close(0)
+        await bench.runner.cleanup()

@@ -1,0 +1,106 @@
+from pathlib import Path
+
+import pytest
+
+from loraproxy.config import Config, ConfigError, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "loraproxy.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def fault(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(folder, text))
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_loads(path):
+    config = load_config(path)
+    assert config.model is not None
+    assert config.adapters["pirate"].path == CONFIGS.resolve() / "adapters/pirate"
+
+
+def test_the_game_server_example_shows_every_key_and_marks_what_is_not_the_default():
+    text = (CONFIGS / "game-server.yaml").read_text()
+    config = load_config(CONFIGS / "game-server.yaml")
+    for name, section in (("http", config.http), ("engine", config.engine)):
+        assert type(section).model_fields.keys() - {"api_key_file"} <= section.model_fields_set, name
+        default = type(section)()
+        changed = {key for key in type(section).model_fields if getattr(section, key) != getattr(default, key)}
+        marked = {line.split(":")[0].strip() for line in text.splitlines() if "# <-" in line}
+        assert changed <= marked, name
+
+
+def test_an_empty_file_is_all_defaults(tmp_path):
+    assert load_config(write(tmp_path, "")) == Config()
+
+
+def test_paths_are_relative_to_the_file(tmp_path):
+    config = load_config(write(tmp_path, "model: a.gguf\nadapters: {x: b}\nhttp: {api_key_file: /k}"))
+    assert config.model == tmp_path / "a.gguf"
+    assert config.adapters["x"].path == tmp_path / "b"
+    assert config.http.api_key_file == Path("/k")
+
+
+def test_sizes_and_durations_have_units(tmp_path):
+    config = load_config(write(tmp_path, "http: {max_body: 1.5KiB, drain_timeout: 2m}\nengine: {cache_ram: 1G}"))
+    assert config.http.max_body == 1536
+    assert config.http.drain_timeout == 120
+    assert config.engine.cache_ram == 1024**3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: x", "loraproxy.yaml: unknown key 'modle'; did you mean 'model'?"),
+        ("port: 1", "loraproxy.yaml: unknown key 'port'; did you mean 'http.port'?"),
+        ("http: {prot: 1}", "loraproxy.yaml: unknown key 'http.prot'; did you mean 'http.port'?"),
+        ("http: {max-queue: 1}", "loraproxy.yaml: unknown key 'http.max-queue'; did you mean 'http.max_queue'?"),
+        (
+            "adapters: {a: {path: x, scales: 1}}",
+            "loraproxy.yaml: unknown key 'adapters.a.scales'; did you mean 'adapters.a.scale'?",
+        ),
+        ("http: {port: 65536}", "loraproxy.yaml: http.port: should be less than or equal to 65535 (got 65536)"),
+        ("engine: {parallel: 0}", "loraproxy.yaml: engine.parallel: should be greater than or equal to 1 (got 0)"),
+        (
+            "http: {max_body: 3x}",
+            "loraproxy.yaml: http.max_body: should be a size such as 1048576, 512KiB or 32MiB (got '3x')",
+        ),
+        (
+            "http: {drain_timeout: soon}",
+            "loraproxy.yaml: http.drain_timeout: should be a duration such as 30, 30s or 2m (got 'soon')",
+        ),
+        (
+            "adapters: {a: {path: x, scale: .nan}}",
+            "loraproxy.yaml: adapters.a.scale: should be a finite number (got nan)",
+        ),
+        ("adapters: {a: x, a: y}", "loraproxy.yaml, line 1: not valid YAML: the key 'a' is given twice"),
+        ("- model", "loraproxy.yaml: should be a mapping of keys to values, not a list"),
+        ("model: [", "loraproxy.yaml, line 1: not valid YAML: "),
+    ],
+)
+def test_a_fault_names_its_place_and_what_would_be_right(tmp_path, text, message):
+    assert fault(tmp_path, text).startswith(message)
+
+
+def test_a_key_that_resembles_nothing_is_answered_with_the_known_ones(tmp_path):
+    assert "known here: path, scale" in fault(tmp_path, "adapters: {a: {path: x, zzzzz: 1}}")
+
+
+def test_a_fault_in_a_secret_does_not_show_it(tmp_path):
+    assert "12345" not in fault(tmp_path, "http: {api_keys: [12345]}")
+
+
+def test_every_fault_is_reported_at_once(tmp_path):
+    assert len(fault(tmp_path, "modle: x\nhttp: {port: -1, prot: 2}").splitlines()) == 3
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*missing.yaml: No such file"):
+        load_config(tmp_path / "missing.yaml")

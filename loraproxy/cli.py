@@ -265,7 +265,7 @@ def _serve(arguments: Sequence[str]) -> int:
 
 
 def _demo(arguments: Sequence[str]) -> int:
-    from loraproxy.demo import curl_lines, demo_config
+    from loraproxy.demonstration import curl_lines, demo_config
     from loraproxy.proxy.server import run
 
     parser = _Parser(prog="loraproxy demo", allow_abbrev=False, description="Serve SmolLM2 with four characters.")

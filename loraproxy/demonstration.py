@@ -26,7 +26,7 @@ def demo_model() -> Path:
 
 def demo_config() -> Config:
     """SmolLM2 and the four characters. Raises StartFailed when the model is not installed."""
-    folder = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent / "demo"
     adapters = {name: AdapterConfig(path=folder / name) for name in CHARACTERS}
     # 2048 tokens for each of 8 slots: the model's whole context for each would take 1.5 GiB.
     return Config(model=demo_model(), alias="smollm2", adapters=adapters, engine=EngineConfig(ctx_size=16384))

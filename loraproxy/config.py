@@ -132,7 +132,7 @@ class HttpConfig(Strict):
     api_keys: tuple[str, ...] = Field(default=(), description="Any of these opens the API; none: no key is asked for.")
     api_key_file: Path | None = Field(default=None, description="One key a line; lines starting with # are comments.")
     cors: CorsConfig = CorsConfig()
-    max_body: Size = Field(default=32 * 1024**2, ge=1024, description="The largest request body.")
+    max_body: Size = Field(default=32 * 1024**2, ge=1024, le=32 * 1024**2, description="The largest request body.")
     max_queue: int = Field(
         default=256, ge=0, description="Requests that may wait beyond those that run; more are answered 503."
     )

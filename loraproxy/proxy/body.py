@@ -48,9 +48,14 @@ def parse_json(data: bytes) -> Any:
 
 
 def dump_json(value: object) -> bytes:
-    """``value`` as compact JSON. Raises InvalidRequest for a number too large for a double (parsed as infinite)."""
+    """``value`` as compact JSON. Raises InvalidRequest for what JSON text cannot say.
+
+    That is a number too large for a double, which was read as infinite, and half of a surrogate pair.
+    """
     try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("a string in the request body has a lone surrogate, which is no Unicode text") from error
     except ValueError as error:
         raise InvalidRequest("the request body has a number that is out of range") from error
     except RecursionError as error:

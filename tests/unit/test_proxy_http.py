@@ -124,6 +124,7 @@ async def test_what_llama_server_has_and_this_server_has_not_is_501(tmp_path, me
         (b"[" * 200_000, "the request body is nested too deeply"),
         (b'{"lora": [{"id": 0, "scale": NaN}]}', "the request body is not JSON: NaN is not a JSON number"),
         (b'{"lora": "pirate", "x": 1e999}', "the request body has a number that is out of range"),
+        (b'{"lora": "pirate", "x": "\\ud800"}', "a string in the request body has a lone surrogate"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "the request body is not JSON this server can read: "),
     ],
 )

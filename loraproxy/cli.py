@@ -103,12 +103,21 @@ class _Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse all of ``arguments`` or end with exit code 2."""
+        for argument in arguments:
+            # argparse would take -td for -t with the value d; llama-server has no such form.
+            if re.fullmatch(r"-[A-Za-z]{2,}", argument) and argument not in self._option_string_actions:
+                self._unknown(argument)
         namespace, unknown = self.parse_known_args(arguments)
         for argument in unknown:
-            close = difflib.get_close_matches(argument.partition("=")[0], self._option_string_actions, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            self.error(f"unknown argument {argument!r}{hint}")
+            self._unknown(argument)
         return namespace
+
+    def _unknown(self, argument: str) -> NoReturn:
+        option = argument.partition("=")[0]
+        if option.startswith("--spec-") or "draft" in option:
+            self.error(f"llama-server's {option} is not supported: there is one model, without a draft model")
+        close = difflib.get_close_matches(option, self._option_string_actions, n=1)
+        self.error(f"unknown argument {argument!r}" + (f"; did you mean {close[0]}?" if close else ""))
 
     def error(self, message: str) -> NoReturn:
         """One line, without the usage."""

@@ -22,7 +22,8 @@ _IGNORED_FLAGS = _words("""
 --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --cache-prompt --no-cache-prompt
 --cache-idle-slots --no-cache-idle-slots -no-kvu --no-kv-unified --no-context-shift --spm-infill --reuse-port
 --no-mmproj --no-mmproj-auto --prefill-assistant --no-ui-mcp-proxy --no-webui-mcp-proxy -no-ag --no-agent
---mmproj-auto --mmproj-offload --no-mmproj-offload
+--mmproj-auto --mmproj-offload --no-mmproj-offload --no-skip-chat-parsing --reasoning-preserve
+--no-reasoning-preserve --models-autoload --no-models-autoload
 """)
 
 _IGNORED_VALUES = _words("""
@@ -31,7 +32,9 @@ _IGNORED_VALUES = _words("""
 -ncffn --n-cpu-ffn -fit --fit -fitt --fit-target -fitc --fit-ctx --log-file --log-colors -lv --verbosity
 --log-verbosity -ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step --cache-reuse
 -sps --slot-prompt-similarity -to --timeout --threads-http --sse-ping-interval --tags --keep --pooling
---embd-normalize --log-prompts-dir
+--embd-normalize --log-prompts-dir --ui-config --webui-config --ui-config-file --webui-config-file
+-mmdev --mmproj-device --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps
+--video-timestamp-interval --video-ffmpeg-dir --models-max
 """)
 
 _IGNORED_OPTIONAL_VALUES = ("-fa", "--flash-attn")

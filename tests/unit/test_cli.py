@@ -105,6 +105,8 @@ def test_options_override_the_file(tmp_path):
         (["--lora-scaled", "x.gguf"], "--lora-scaled takes FNAME:SCALE,..., not 'x.gguf'"),
         (["--lora-scaled", "x.gguf:big"], "--lora-scaled takes FNAME:SCALE,..., not 'x.gguf:big'"),
         (["--adaptor", "a=b"], "unknown argument '--adaptor'; did you mean --adapter?"),
+        (["-td", "2"], "unknown argument '-td'; did you mean -t"),
+        (["--spec-draft-n-max", "2"], "llama-server's --spec-draft-n-max is not supported: there is one model"),
         (["--host", "127.0.0.1,::1"], "--host takes one address"),
     ],
 )

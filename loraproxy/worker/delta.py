@@ -1,0 +1,82 @@
+"""The Python face of the delta path: which weights adapters may target, and adapters' weights in f16."""
+
+from __future__ import annotations
+
+import llama_cpp  # noqa: F401  (its libraries must be loaded before the extension that links to them)
+
+from loraproxy import _native
+from loraproxy.adapters.sets import AdapterSet
+from loraproxy.adapters.tensors import Adapter, LoraTensor, Op
+from loraproxy.errors import InvalidAdapterFile
+
+NativeSet = list[tuple[int, float]]
+
+
+def native_set(adapters: AdapterSet) -> NativeSet:
+    """The set as the extension takes it."""
+    return list(adapters.entries)
+
+
+class DeltaPath:
+    """The adapters of one context and the callback that applies them.
+
+    ``callback`` and ``user_data`` go into ``llama_context_params``; ``native`` into the decode calls.
+    Adapters are prepared in any thread (``prepare``), and enter and leave (``insert``, ``remove``) in the
+    engine's thread, between two steps.
+    """
+
+    def __init__(self, threads: int, kernels: str = "") -> None:
+        """``threads``: how many the engine decodes with. ``kernels``: avx512, avx2, neon or plain; "" picks the best."""
+        self.native = _native.Delta(threads, kernels)
+
+    @property
+    def callback(self) -> int:
+        """The address of the ``ggml_backend_sched_eval_callback``."""
+        return _native.Delta.callback
+
+    @property
+    def user_data(self) -> int:
+        """The address that belongs to it."""
+        return self.native.user_data
+
+    def prepare(self, adapter: Adapter) -> _native.AdapterWeights:
+        """Check every tensor against the graph and convert it to f16.
+
+        Raises InvalidAdapterFile naming the tensor and the reason.
+        """
+        builder = _native.WeightsBuilder(self.native)
+        for tensor in adapter.tensors:
+            index = self._target(adapter.name, tensor)
+            try:
+                builder.add(index, tensor.a, tensor.b, tensor.scale)
+            except ValueError as problem:
+                raise InvalidAdapterFile(f"adapter '{adapter.name}': {problem}") from None
+        return builder.finish()
+
+    def _target(self, name: str, tensor: LoraTensor) -> int:
+        op = _native.Op.get_rows if tensor.op is Op.GET_ROWS else _native.Op.mul_mat
+        index = self.native.find_target(tensor.target, op)
+        if index < 0 and tensor.target == "output.weight":
+            # a tied output head multiplies the token embeddings
+            index = self.native.find_target("token_embd.weight", op)
+        if index < 0:
+            raise InvalidAdapterFile(
+                f"adapter '{name}': this model's graph has no {op.name} with '{tensor.target}', so the adapter cannot"
+                " be applied there"
+            )
+        refusal = self.native.targets[index].refusal
+        if refusal:
+            raise InvalidAdapterFile(f"adapter '{name}': '{tensor.target}' cannot be corrected: {refusal}")
+        return index
+
+    def insert(self, adapter_id: int, weights: _native.AdapterWeights) -> None:
+        """From the next step on, requests may run under ``adapter_id``."""
+        self.native.add_adapter(adapter_id, weights)
+
+    def remove(self, adapter_id: int) -> None:
+        """Forget the adapter and free its memory. No running request may use it."""
+        self.native.remove_adapter(adapter_id)
+
+    def nbytes(self, adapter_id: int) -> int:
+        """Bytes that the adapter holds."""
+        return self.native.adapter_bytes(adapter_id)

@@ -1,0 +1,163 @@
+"""One llama.cpp context with the delta path: the only module that decodes.
+
+It keeps the rules that make a request's result independent of what else runs (bit for bit on the CPU):
+the KV cache is split by sequence; a prompt chunk is a decode of its own; a step holds one token of each
+running sequence, whose ids are consecutive, so that every ``llama_decode`` is one ubatch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import llama_cpp
+
+from loraproxy import _native
+from loraproxy.config import WorkerSettings
+from loraproxy.worker.delta import DeltaPath, NativeSet
+from loraproxy.worker.model import Model, ModelLoadError
+
+KV_PAD = 256
+"""llama.cpp rounds the cells that attention reads up to a multiple of this."""
+
+MAX_DEFAULT_CTX = 4096
+"""Tokens of context for each slot when none is asked for and the model was trained with more."""
+
+
+class StepFailed(RuntimeError):
+    """A decode failed or surprised the delta path: its results must not be used."""
+
+
+def physical_cores() -> int:
+    """Cores this process may use; hyper-threads are counted, as the scheduler's affinity knows no better."""
+    try:
+        return max(len(os.sched_getaffinity(0)), 1)
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
+
+
+class Runtime:
+    """A model, one context with ``n_slots`` sequences, and the adapters of its delta path."""
+
+    def __init__(self, model: Model, settings: WorkerSettings) -> None:
+        """Make the context and watch one decode to learn the graph. Raises ModelLoadError."""
+        self.model = model
+        self.n_slots = settings.parallel
+        self.threads = settings.threads or physical_cores()
+        self.threads_batch = settings.threads_batch or self.threads
+        per_slot = settings.ctx_size // self.n_slots if settings.ctx_size else min(model.n_ctx_train, MAX_DEFAULT_CTX)
+        self.delta = DeltaPath(self.threads_batch)
+        self.context = self._make_context(settings, max(per_slot, 1))
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.address: int = ctypes.cast(self.context, ctypes.c_void_p).value or 0
+        self.n_ctx_slot: int = llama_cpp.llama_n_ctx_seq(self.context)
+        self.prompt_chunk = min(settings.prompt_chunk, settings.ubatch_size, self.n_ctx_slot)
+        self._watch()
+
+    def _make_context(self, settings: WorkerSettings, per_slot: int) -> llama_cpp.llama_context_p:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = per_slot * self.n_slots
+        params.n_batch = max(settings.batch_size, self.n_slots)
+        params.n_ubatch = max(min(settings.ubatch_size, params.n_batch), self.n_slots)
+        params.n_seq_max = self.n_slots
+        params.n_outputs_max = self.n_slots
+        # the delta path's kernels and ggml share one pool of threads, whose size must not change
+        params.n_threads = self.threads_batch
+        params.n_threads_batch = self.threads_batch
+        params.kv_unified = False
+        params.swa_full = True
+        params.op_offload = False
+        params.no_perf = True
+        params.cb_eval = ctypes.cast(ctypes.c_void_p(self.delta.callback), llama_cpp.ggml_backend_sched_eval_callback)
+        params.cb_eval_user_data = self.delta.user_data
+        context = llama_cpp.llama_init_from_model(self.model.handle, params)
+        if not context:
+            raise ModelLoadError(
+                f"{self.model.path}: no context of {params.n_ctx} tokens ({self.n_slots} slots x {per_slot}) can be"
+                " made; is there enough memory? (--ctx-size and --parallel set its size)"
+            )
+        return context
+
+    def _watch(self) -> None:
+        token = self.model.bos if self.model.bos >= 0 else 0
+        self.delta.native.watch_begin()
+        code, _ = _native.decode_chunk(self.address, self.delta.native, [token, token], 0, 0, True, [])
+        self.delta.native.watch_end()
+        self.clear(0)
+        if code != 0:
+            raise ModelLoadError(f"{self.model.path}: the warm-up decode failed with code {code}")
+
+    # -- sequences -----------------------------------------------------------------------------------------
+
+    def clear(self, sequence: int) -> None:
+        """Empty one sequence; the next tokens start at its first cell."""
+        llama_cpp.llama_memory_seq_rm(self.memory, sequence, -1, -1)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Keep the first ``length`` positions of a sequence."""
+        llama_cpp.llama_memory_seq_rm(self.memory, sequence, length, -1)
+
+    def save(self, sequence: int) -> bytes:
+        """The sequence's KV cells."""
+        return _native.sequence_state(self.address, sequence)
+
+    def restore(self, sequence: int, state: bytes) -> None:
+        """Put saved cells into ``sequence``, whatever it held."""
+        self.clear(sequence)
+        if not _native.restore_sequence(self.address, sequence, state):
+            self.clear(sequence)
+            raise StepFailed("saved KV cells could not be restored")
+
+    # -- decodes -------------------------------------------------------------------------------------------
+
+    def prefill(self, sequence: int, tokens: list[int], first: int, adapters: NativeSet, last_logits: bool) -> None:
+        """Decode one prompt chunk: ``tokens`` at positions ``first``... of ``sequence``. Raises StepFailed."""
+        self._check(
+            *_native.decode_chunk(self.address, self.delta.native, tokens, first, sequence, last_logits, adapters)
+        )
+
+    def step(self, tokens: list[int], positions: list[int], first_sequence: int, adapters: list[NativeSet]) -> None:
+        """Decode one token of each of the sequences ``first_sequence``... Row i has the logits of the i-th.
+
+        A lone sequence takes another path through ggml's attention than several do (the flash-decoding split of
+        ``flash_attn_ext`` for one row over 512 cells or more), with other rounding. It is therefore given the
+        company of an idle sequence's token whenever it is long enough for that. Raises StepFailed.
+        """
+        sequences = list(range(first_sequence, first_sequence + len(tokens)))
+        idle = self._company(sequences, positions)
+        if idle is not None:
+            before = idle < first_sequence
+            at = 0 if before else 1
+            tokens, positions, sequences, adapters = list(tokens), list(positions), list(sequences), list(adapters)
+            tokens.insert(at, tokens[0])
+            positions.insert(at, 0)
+            sequences.insert(at, idle)
+            adapters.insert(at, [])
+        code, complaint = _native.decode_rows(
+            self.address, self.delta.native, tokens, positions, sequences, adapters
+        )
+        if idle is not None:
+            self.clear(idle)
+        self.row_offset = 1 if idle is not None and idle < first_sequence else 0
+        self._check(code, complaint)
+
+    row_offset = 0
+    """The row of the last step's first sequence."""
+
+    def _company(self, sequences: list[int], positions: list[int]) -> int | None:
+        if len(sequences) != 1 or self.n_slots == 1 or positions[0] + 1 <= KV_PAD:
+            return None
+        return sequences[0] + 1 if sequences[0] + 1 < self.n_slots else sequences[0] - 1
+
+    def _check(self, code: int, complaint: str) -> None:
+        if code != 0:
+            raise StepFailed(f"llama_decode failed with code {code}")
+        if complaint:
+            raise StepFailed(f"the delta path refused the step: {complaint}")
+
+    def close(self) -> None:
+        """Free the context and the model."""
+        if self.context:
+            llama_cpp.llama_free(self.context)
+            self.context = None
+        self.model.close()

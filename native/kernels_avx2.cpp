@@ -1,0 +1,42 @@
+#include "kernels.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+
+#include <cmath>
+#include <immintrin.h>
+
+namespace loraproxy {
+namespace avx2 {
+
+using vec = __m256;
+constexpr int LANES = 8;
+constexpr int DOWN_RANKS = 4;
+constexpr int DOWN_ROWS = 2;
+constexpr int UP_ROWS = 4;
+
+static inline vec zero() { return _mm256_setzero_ps(); }
+static inline vec load(const float * p) { return _mm256_loadu_ps(p); }
+static inline vec load_f16(const uint16_t * p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+}
+static inline void store(float * p, vec v) { _mm256_storeu_ps(p, v); }
+static inline vec broadcast(float f) { return _mm256_set1_ps(f); }
+static inline vec madd(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
+static inline float reduce(vec v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    s = _mm_add_ss(s, _mm_shuffle_ps(s, s, 1));
+    return _mm_cvtss_f32(s);
+}
+static inline float widen1(uint16_t h) { return _cvtsh_ss(h); }
+static inline float madd1(float a, float b, float c) { return std::fma(a, b, c); }
+
+#include "kernels_impl.h"
+
+extern const Kernels kernels = {"avx2", down, up};
+
+} // namespace avx2
+} // namespace loraproxy
+
+#endif

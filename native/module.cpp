@@ -1,0 +1,229 @@
+// loraproxy._native: the delta path and the engine's hot calls into llama.cpp, for Python.
+#include "delta.h"
+#include "sampling.h"
+
+#include "llama.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <stdexcept>
+
+namespace nb = nanobind;
+using namespace loraproxy;
+
+namespace {
+
+using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// f16 values of `m` (rows, cols), transposed if asked for, scaled by a power of two so that the largest lies
+// just below f16's limit: whatever range the file's type had, nothing overflows and little is subnormal.
+std::vector<uint16_t> to_f16(const float * m, size_t rows, size_t cols, bool transpose, int & exponent) {
+    float largest = 0.0f;
+    for (size_t i = 0; i < rows * cols; ++i) {
+        largest = std::max(largest, std::fabs(m[i]));
+    }
+    exponent = 0;
+    if (largest > 0.0f) {
+        std::frexp(largest, &exponent); // largest = f * 2^exponent, f < 1
+        exponent -= 15;
+    }
+    std::vector<uint16_t> out(rows * cols);
+    for (size_t r = 0; r < rows; ++r) {
+        for (size_t c = 0; c < cols; ++c) {
+            out[transpose ? c * rows + r : r * cols + c] = f32_to_f16(std::ldexp(m[r * cols + c], -exponent));
+        }
+    }
+    return out;
+}
+
+class WeightsBuilder {
+public:
+    explicit WeightsBuilder(const Delta & delta) : targets_(delta.targets()), weights_(std::make_shared<AdapterWeights>()) {
+        weights_->pairs.resize(targets_.size());
+    }
+
+    void add(int target_index, const Matrix & a, const Matrix & b, float scale) {
+        if (target_index < 0 || static_cast<size_t>(target_index) >= targets_.size()) {
+            throw std::invalid_argument("no such target");
+        }
+        const Target & target = targets_[target_index];
+        const size_t   rank   = a.shape(0);
+        if (rank < 1 || a.shape(1) != static_cast<size_t>(target.n_in) || b.shape(1) != rank ||
+            b.shape(0) != static_cast<size_t>(target.n_out)) {
+            throw std::invalid_argument(target.name + ": expected A (rank, " + std::to_string(target.n_in) + ") and B (" +
+                                        std::to_string(target.n_out) + ", rank)");
+        }
+        nb::gil_scoped_release released;
+        auto pair  = std::make_unique<Pair>();
+        int  ea = 0, eb = 0;
+        pair->rank  = static_cast<int>(rank);
+        pair->a     = to_f16(a.data(), rank, a.shape(1), target.op == Op::get_rows, ea);
+        pair->bt    = to_f16(b.data(), b.shape(0), rank, true, eb);
+        pair->scale = std::ldexp(scale, ea + eb);
+        weights_->pairs[target_index] = std::move(pair);
+    }
+
+    std::shared_ptr<AdapterWeights> finish() { return std::move(weights_); }
+
+private:
+    std::vector<Target>             targets_;
+    std::shared_ptr<AdapterWeights> weights_;
+};
+
+llama_context * as_context(uintptr_t address) { return reinterpret_cast<llama_context *>(address); }
+
+// One llama_decode; the batch's arrays live as long as the call.
+int decode(llama_context * ctx, const std::vector<int32_t> & tokens, const std::vector<int32_t> & positions,
+           std::vector<int32_t> sequences, std::vector<int8_t> outputs) {
+    const size_t           n = tokens.size();
+    std::vector<int32_t>   n_seq(n, 1);
+    std::vector<int32_t *> seq(n);
+    for (size_t i = 0; i < n; ++i) {
+        seq[i] = &sequences[i];
+    }
+    llama_batch batch = {};
+    batch.n_tokens    = static_cast<int32_t>(n);
+    batch.token       = const_cast<int32_t *>(tokens.data());
+    batch.pos         = const_cast<int32_t *>(positions.data());
+    batch.n_seq_id    = n_seq.data();
+    batch.seq_id      = seq.data();
+    batch.logits      = outputs.data();
+    return llama_decode(ctx, batch);
+}
+
+using Outcome = std::pair<int, std::string>;
+
+// One token each of several sequences; all give logits. Ids must be consecutive and rising.
+Outcome decode_rows(uintptr_t ctx, Delta * delta, const std::vector<int32_t> & tokens,
+                    const std::vector<int32_t> & positions, const std::vector<int32_t> & sequences,
+                    const std::vector<Delta::Set> & sets) {
+    if (positions.size() != tokens.size() || sequences.size() != tokens.size() || sets.size() != tokens.size()) {
+        throw std::invalid_argument("tokens, positions, sequences and sets differ in length");
+    }
+    nb::gil_scoped_release released;
+    if (delta) {
+        delta->begin_rows(sets);
+    }
+    const int rc = decode(as_context(ctx), tokens, positions, sequences, std::vector<int8_t>(tokens.size(), 1));
+    return {rc, delta ? delta->end() : std::string()};
+}
+
+// Some tokens of one sequence from position `first`; `last_logits`: the last one gives logits.
+Outcome decode_chunk(uintptr_t ctx, Delta * delta, const std::vector<int32_t> & tokens, int32_t first, int32_t sequence,
+                     bool last_logits, const Delta::Set & set) {
+    const size_t         n = tokens.size();
+    nb::gil_scoped_release released;
+    std::vector<int32_t> positions(n);
+    for (size_t i = 0; i < n; ++i) {
+        positions[i] = first + static_cast<int32_t>(i);
+    }
+    std::vector<int8_t> outputs(n, 0);
+    if (n > 0) {
+        outputs[n - 1] = last_logits ? 1 : 0;
+    }
+    if (delta) {
+        delta->begin_chunk(set, static_cast<int>(n));
+    }
+    const int rc = decode(as_context(ctx), tokens, positions, std::vector<int32_t>(n, sequence), std::move(outputs));
+    return {rc, delta ? delta->end() : std::string()};
+}
+
+nb::ndarray<nb::numpy, float, nb::ndim<1>> logits(uintptr_t ctx, int32_t index) {
+    const llama_model * model  = llama_get_model(as_context(ctx));
+    const size_t        n      = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    const float *       source = llama_get_logits_ith(as_context(ctx), index);
+    if (source == nullptr) {
+        throw std::invalid_argument("no logits at this index");
+    }
+    float * copy = new float[n];
+    std::copy(source, source + n, copy);
+    nb::capsule owner(copy, [](void * p) noexcept { delete[] static_cast<float *>(p); });
+    return nb::ndarray<nb::numpy, float, nb::ndim<1>>(copy, {n}, owner);
+}
+
+nb::bytes sequence_state(uintptr_t ctx, int32_t sequence) {
+    std::vector<uint8_t> data;
+    {
+        nb::gil_scoped_release released;
+        data.resize(llama_state_seq_get_size(as_context(ctx), sequence));
+        data.resize(llama_state_seq_get_data(as_context(ctx), data.data(), data.size(), sequence));
+    }
+    return nb::bytes(data.data(), data.size());
+}
+
+bool restore_sequence(uintptr_t ctx, int32_t sequence, nb::bytes state) {
+    const auto * data = static_cast<const uint8_t *>(state.data());
+    const size_t size = state.size();
+    nb::gil_scoped_release released;
+    return llama_state_seq_set_data(as_context(ctx), data, size, sequence) > 0;
+}
+
+void bind_sampling(nb::module_ & m) {
+    m.def("sample_rows", [](uintptr_t ctx, const std::vector<int32_t> & rows, const std::vector<uintptr_t> & chains,
+                            const std::vector<uintptr_t> & grammars, int n_threads) {
+        nb::gil_scoped_release released;
+        return sample_rows(as_context(ctx), rows, chains, grammars, n_threads);
+    });
+    m.def("top_logprobs", [](uintptr_t ctx, int32_t row, int32_t chosen, int n) {
+        nb::gil_scoped_release released;
+        return top_logprobs(as_context(ctx), row, chosen, n);
+    });
+    m.def("sample_with_probs", [](uintptr_t ctx, int32_t row, uintptr_t chain, uintptr_t grammar, int n) {
+        nb::gil_scoped_release released;
+        return sample_with_probs(as_context(ctx), row, chain, grammar, n);
+    });
+}
+
+} // namespace
+
+NB_MODULE(_native, m) {
+    nb::enum_<Op>(m, "Op").value("mul_mat", Op::mul_mat).value("get_rows", Op::get_rows);
+    nb::class_<Target>(m, "Target")
+        .def_ro("name", &Target::name)
+        .def_ro("op", &Target::op)
+        .def_ro("n_in", &Target::n_in)
+        .def_ro("n_out", &Target::n_out)
+        .def_ro("visits", &Target::visits)
+        .def_ro("refusal", &Target::refusal);
+    nb::class_<AdapterWeights>(m, "AdapterWeights").def_prop_ro("nbytes", &AdapterWeights::bytes);
+    nb::class_<WeightsBuilder>(m, "WeightsBuilder")
+        .def(nb::init<const Delta &>())
+        .def("add", &WeightsBuilder::add, nb::arg("target"), nb::arg("a"), nb::arg("b"), nb::arg("scale"))
+        .def("finish", &WeightsBuilder::finish);
+    nb::class_<Delta>(m, "Delta")
+        .def("__init__",
+             [](Delta * self, int n_threads, const std::string & kernels) {
+                 if (choose_kernels(kernels.c_str()) == nullptr) {
+                     throw std::invalid_argument("this processor or build has no kernels named '" + kernels + "'");
+                 }
+                 new (self) Delta(n_threads, kernels.c_str());
+             },
+             nb::arg("n_threads"), nb::arg("kernels") = "")
+        .def_prop_ro("user_data", [](Delta & self) { return reinterpret_cast<uintptr_t>(&self); })
+        .def_prop_ro_static("callback", [](nb::handle) { return reinterpret_cast<uintptr_t>(&Delta::callback); })
+        .def("watch_begin", &Delta::watch_begin)
+        .def("watch_end", &Delta::watch_end)
+        .def_prop_ro("targets", &Delta::targets)
+        .def("find_target", &Delta::find_target)
+        .def("add_adapter", [](Delta & self, int64_t id, std::shared_ptr<AdapterWeights> w) { self.add_adapter(id, std::move(w)); })
+        .def("remove_adapter", &Delta::remove_adapter)
+        .def("has_adapter", &Delta::has_adapter)
+        .def("adapter_bytes", &Delta::adapter_bytes)
+        .def_prop_ro("kernel_name", &Delta::kernel_name)
+        .def_prop_ro("cuts", &Delta::cuts);
+    m.def("decode_rows", &decode_rows, nb::arg("ctx"), nb::arg("delta").none(), nb::arg("tokens"), nb::arg("positions"),
+          nb::arg("sequences"), nb::arg("sets"));
+    m.def("decode_chunk", &decode_chunk, nb::arg("ctx"), nb::arg("delta").none(), nb::arg("tokens"), nb::arg("first"),
+          nb::arg("sequence"), nb::arg("last_logits"), nb::arg("set"));
+    m.def("logits", &logits);
+    m.def("sequence_state", &sequence_state);
+    m.def("restore_sequence", &restore_sequence);
+    bind_sampling(m);
+}

@@ -100,7 +100,7 @@ class Job:
 
 def finish_reason(done: Done) -> str:
     """OpenAI's ``finish_reason``."""
-    return "length" if done.reason == "limit" else "stop"
+    return "stop" if done.reason in ("eos", "word") else "length"
 
 
 def timings_json(t: Timings) -> dict[str, Any]:

@@ -216,7 +216,8 @@ class WorkerApp:
         """``POST /v1/chat/completions``: OpenAI's chats."""
         chat = chat_to_completion(await read_body(request), self.template)
         generations, params = self._prepare(chat.body)
-        return await self._run(request, generations, params, ChatAnswer(params, self.engine.model.alias))
+        answer = ChatAnswer(params, self.engine.model.alias, chat.prefill, chat.streamed_prefill)
+        return await self._run(request, generations, params, answer)
 
     def _prepare(self, body: dict[str, Any]) -> tuple[tuple[Generation, ...], CompletionParams]:
         if body.get("prompt") is None:

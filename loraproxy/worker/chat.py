@@ -24,6 +24,10 @@ class ChatPrompt:
     """The request's fields with ``prompt``, and with the chat's own fields translated."""
     generation_prompt: str
     """What opens the assistant's turn, with the prefilled content where there is one."""
+    prefill: str = ""
+    """The start of the answer that the request gave; a whole answer repeats it."""
+    streamed_prefill: str = ""
+    """The same as a stream repeats it: not where ``continue_final_message`` asks for the continuation alone."""
 
 
 def chat_to_completion(body: Mapping[str, Any], template: ChatTemplate) -> ChatPrompt:
@@ -43,15 +47,14 @@ def chat_to_completion(body: Mapping[str, Any], template: ChatTemplate) -> ChatP
         raise wrong("chat_template_kwargs.enable_thinking", "true or false", variables["enable_thinking"])
     if _continues(body, messages):
         *earlier, last = messages
-        content = last["content"]
-        opening = template.generation_prompt(earlier, variables)
-        opening += joined_text(content) if isinstance(content, list) else content
-        prompt = template.render(earlier, variables, add_generation_prompt=False) + opening
-    else:
-        opening = template.generation_prompt(messages, variables)
-        add = Fields(body).flag("add_generation_prompt", True)
-        prompt = template.render(messages, variables, add_generation_prompt=add)
-    translated["prompt"] = prompt
+        prefill = joined_text(last["content"]) if isinstance(last["content"], list) else last["content"]
+        opening = template.generation_prompt(earlier, variables) + prefill
+        translated["prompt"] = template.render(earlier, variables, add_generation_prompt=False) + opening
+        repeats = not body.get("continue_final_message") or Fields(body).flag("echo", False)
+        return ChatPrompt(translated, opening, prefill, prefill if repeats else "")
+    opening = template.generation_prompt(messages, variables)
+    add = Fields(body).flag("add_generation_prompt", True)
+    translated["prompt"] = template.render(messages, variables, add_generation_prompt=add)
     return ChatPrompt(translated, opening)
 
 

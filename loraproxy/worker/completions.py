@@ -32,7 +32,7 @@ class Generator(Protocol):
 async def _events(engine: Generator, generation: Generation) -> AsyncGenerator[Event, None]:
     """The events of ``generation``, closed with this iterator. An empty prompt is answered with nothing."""
     if not generation.prompt:
-        yield Done("", "limit", "", Timings(0, 0, 0.0, 0, 0.0), False, False, 0)
+        yield Done("", "none", "", Timings(0, 0, 0.0, 0, 0.0), False, False, 0)
         return
     source = engine.generate(generation)
     try:

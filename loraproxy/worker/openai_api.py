@@ -115,27 +115,32 @@ class ChatAnswer(_OpenAIAnswer):
 
     object = "chat.completion.chunk"
 
-    def __init__(self, params: CompletionParams, alias: str) -> None:
+    def __init__(self, params: CompletionParams, alias: str, prefill: str = "", streamed_prefill: str = "") -> None:
+        """``prefill``: how the request began the answer; repeated at the start of a whole answer, or of a stream."""
         super().__init__(params, alias)
+        self._prefill = prefill
+        self._streamed_prefill = streamed_prefill
         self._tail = b"}}]," + dumps(self._about())[1:] + b"\n\n"
         self._opened: set[int] = set()
 
     def part(self, index: int, part: Part) -> bytes:
-        """An event for the role before anything else of a choice, then one for every piece of text."""
-        events = b""
-        opens = index not in self._opened
-        if opens or part.progress is not None:
+        """An event with the role for progress and before the first token, then one for every piece of text."""
+        if part.progress is not None:
+            return sse(self._with_extras(self._role(index), part))
+        text, events = part.text, b""
+        if index not in self._opened:
             self._opened.add(index)
-            role = self._chunk(index, {"role": "assistant", "content": None})
-            if not part.text:
+            role = self._role(index)
+            text = self._streamed_prefill + text
+            if not text:
                 return sse(self._with_logprobs(role, part))
             events = sse(role)
-        if not part.text:
+        if not text:
             return events
         if self._plain(part):
             head = b'data: {"choices":[{"finish_reason":null,"index":%d,"delta":{"content":' % index
-            return events + head + dumps(part.text) + self._tail
-        return events + sse(self._with_logprobs(self._chunk(index, {"content": part.text}), part))
+            return events + head + dumps(text) + self._tail
+        return events + sse(self._with_logprobs(self._chunk(index, {"content": text}), part))
 
     def finish(self, index: int, generation: Generation, done: Done) -> bytes:
         """The event with the finish reason, then usage if asked for; timings in the last of them."""
@@ -154,7 +159,7 @@ class ChatAnswer(_OpenAIAnswer):
             choice: dict[str, Any] = {
                 "finish_reason": finish_reason(result.done),
                 "index": result.index,
-                "message": {"role": "assistant", "content": result.content},
+                "message": {"role": "assistant", "content": self._prefill + result.content},
             }
             if result.probs:
                 choice["logprobs"] = self._logprobs(result)
@@ -174,6 +179,9 @@ class ChatAnswer(_OpenAIAnswer):
         if part.probs is not None:
             chunk["choices"][0]["logprobs"] = {"content": self._view.tokens([part.probs])}
         return self._with_extras(chunk, part)
+
+    def _role(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": None})
 
     def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"choices": [{"finish_reason": None, "index": index, "delta": delta}], **self._about()}

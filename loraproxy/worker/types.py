@@ -11,7 +11,8 @@ from typing import Literal
 
 from loraproxy.adapters.sets import BASE, AdapterSet
 
-StopReason = Literal["eos", "limit", "word"]
+StopReason = Literal["eos", "limit", "word", "none"]
+"""``none``: nothing was generated, since the prompt was empty."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class SamplingParams:
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
+    dry_penalty_last_n: int = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     mirostat: int = 0
     mirostat_tau: float = 5.0

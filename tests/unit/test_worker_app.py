@@ -164,6 +164,15 @@ async def test_a_chat_stream_opens_with_the_role_and_closes_with_usage(servers: 
     assert done == "[DONE]"
 
 
+async def test_a_prefilled_answer_is_repeated_from_its_start(servers: Servers) -> None:
+    client, _ = await servers.start(spoken("ab"))
+    body = {"messages": [{"role": "assistant", "content": "Sure, "}]}
+    _, whole = await post(client, "/v1/chat/completions", body)
+    assert whole["choices"][0]["message"]["content"] == "Sure, ab"
+    events = await stream(client, "/v1/chat/completions", {**body, "stream": True})
+    assert [e["choices"][0]["delta"].get("content") for e in events[:-1]] == [None, "Sure, a", "b", None]
+
+
 async def test_text_that_was_held_back_is_sent_before_the_end(servers: Servers) -> None:
     script = [Token(97, "", None, timings(1)), Done("he", "limit", "", timings(1), False, False, 4)]
     client, _ = await servers.start(script)
@@ -231,6 +240,7 @@ async def test_an_empty_prompt_gives_an_empty_answer(servers: Servers) -> None:
     client, engine = await servers.start(spoken("a"))
     status, body = await post(client, "/completion", {"prompt": [[]]})
     assert (status, body["content"], body["tokens_predicted"]) == (200, "", 0)
+    assert body["stop_type"] == "none"
     assert engine.seen == []
 
 

@@ -53,6 +53,10 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
     prompt = chat(messages=messages)
     assert prompt.body["prompt"].endswith("<|im_start|>assistant\nSure, ")
     assert prompt.generation_prompt == "<|im_start|>assistant\nSure, "
+    assert (prompt.prefill, prompt.streamed_prefill) == ("Sure, ", "Sure, ")
+    asked = chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
+    assert asked.body["prompt"] == prompt.body["prompt"]
+    assert (asked.prefill, asked.streamed_prefill) == ("Sure, ", "")
 
 
 @pytest.mark.parametrize(

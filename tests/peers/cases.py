@@ -31,6 +31,11 @@ class Case:
     body: Any = None
     equal: tuple[str, ...] = ()
 
+    @property
+    def interleaved(self) -> bool:
+        """True where several generations share a stream, in no order that is the same every time."""
+        return isinstance(self.body, dict) and isinstance(self.body.get("prompt"), list)
+
     def raw(self) -> bytes | None:
         """The request's body."""
         if self.body is None or isinstance(self.body, bytes):
@@ -207,5 +212,10 @@ CASES = [
     post("broken json", "/completion", b'{"prompt": ', *ERROR),
 ]
 
-DIFFERENCES: dict[str, str] = {}
+DIFFERENCES: dict[str, str] = {
+    "$.generation_settings.reasoning_format": "the worker never splits reasoning from content",
+    "completion with every sampler: $.generation_settings.logit_bias": "ignore_eos is not shown as biases",
+    "broken json: status": "400 where llama-server says 500: the request is wrong, not the server",
+    "broken json: $.error": "400 where llama-server says 500: the request is wrong, not the server",
+}
 """Paths that differ on purpose, each with the reason; ``name: path`` for one case, ``path`` for all."""

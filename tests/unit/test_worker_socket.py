@@ -31,7 +31,7 @@ def test_a_socket_in_use_and_a_file_are_left_alone(tmp_path: Path) -> None:
     file.write_text("precious")
     with listen(used), pytest.raises(OSError, match=r"worker\.sock: .*in use"):
         listen(used)
-    with pytest.raises(OSError, match="file: .*in use"):
+    with pytest.raises(OSError, match=r"file: .*in use"):
         listen(file)
     assert file.read_text() == "precious"
 
@@ -43,7 +43,7 @@ def test_a_socket_path_that_is_too_long_is_a_clear_error(tmp_path: Path) -> None
 
 def test_settings_that_cannot_be_read_are_a_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
-    with pytest.raises(OSError, match="settings.json"):
+    with pytest.raises(OSError, match=r"settings\.json"):
         read_settings(path)
     path.write_text('{"model": "m", "socket": "s", "parallel": 0, "nonsense": 1}')
     with pytest.raises(ValueError, match=r"parallel: .*; nonsense: "):

@@ -18,6 +18,7 @@ MAX_FILE_BYTES = 8 << 30
 MAX_PAIRS = 32 * 1024
 
 _SHOWN = 4
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Refused(ValueError):
@@ -53,7 +54,7 @@ def checked_pair(base: BaseModel, target: str, op: Op, a: NDArray[Any], b: NDArr
         )
     if not np.isfinite(a).all() or not np.isfinite(b).all():
         raise Refused(f"tensor {target} holds NaN or infinite weights; the adapter is damaged")
-    if not math.isfinite(scale) or abs(scale) > np.finfo(np.float32).max:
+    if not math.isfinite(scale) or abs(scale) > _FLOAT32_MAX:
         raise Refused(f"tensor {target} has the scale {scale}, which is not a finite number; check alpha")
     return LoraTensor(
         target, op, np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32), scale

@@ -22,8 +22,6 @@ class ChatPrompt:
 
     body: dict[str, Any]
     """The request's fields with ``prompt``, and with the chat's own fields translated."""
-    generation_prompt: str
-    """What opens the assistant's turn, with the prefilled content where there is one."""
     prefill: str = ""
     """The start of the answer that the request gave; a whole answer repeats it."""
     streamed_prefill: str = ""
@@ -51,11 +49,10 @@ def chat_to_completion(body: Mapping[str, Any], template: ChatTemplate) -> ChatP
         opening = template.generation_prompt(earlier, variables) + prefill
         translated["prompt"] = template.render(earlier, variables, add_generation_prompt=False) + opening
         repeats = not body.get("continue_final_message") or Fields(body).flag("echo", False)
-        return ChatPrompt(translated, opening, prefill, prefill if repeats else "")
-    opening = template.generation_prompt(messages, variables)
+        return ChatPrompt(translated, prefill, prefill if repeats else "")
     add = Fields(body).flag("add_generation_prompt", True)
     translated["prompt"] = template.render(messages, variables, add_generation_prompt=add)
-    return ChatPrompt(translated, opening)
+    return ChatPrompt(translated)
 
 
 def _refuse_tools(body: Mapping[str, Any]) -> None:

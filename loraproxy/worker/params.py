@@ -66,7 +66,6 @@ class CompletionParams:
     return_tokens: bool
     return_progress: bool
     timings_per_token: bool
-    verbose: bool
     response_fields: tuple[str, ...]
 
     def generation(self, prompt: Tokens, child: int) -> Generation:
@@ -115,7 +114,6 @@ def parse_params(
         return_tokens=fields.flag("return_tokens", False),
         return_progress=fields.flag("return_progress", False),
         timings_per_token=fields.flag("timings_per_token", False),
-        verbose=fields.flag("verbose", False),
         response_fields=fields.strings("response_fields"),
     )
 

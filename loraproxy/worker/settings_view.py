@@ -22,9 +22,6 @@ class Shown:
     timings_per_token: bool = False
     n_keep: int = 0
     n_discard: int = 0
-    generation_prompt: str = ""
-    """What the chat template appended to open the assistant's turn."""
-    chat_format: str = "Content-only"
 
 
 def brief_settings(generation: Generation, shown: Shown) -> dict[str, Any]:
@@ -63,10 +60,10 @@ def brief_settings(generation: Generation, shown: Shown) -> dict[str, Any]:
         "stream": shown.stream,
         "n_probs": generation.n_probs,
         "min_keep": s.min_keep,
-        "chat_format": shown.chat_format,
+        "chat_format": "Content-only",
         "reasoning_format": "none",
         "reasoning_in_content": False,
-        "generation_prompt": shown.generation_prompt,
+        "generation_prompt": "",
         "samplers": list(s.samplers),
         "speculative.types": "none",
         "timings_per_token": shown.timings_per_token,

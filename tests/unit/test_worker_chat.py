@@ -37,7 +37,6 @@ def chat(source: str | None = CHATML, **fields: Any) -> ChatPrompt:
 def test_a_chat_is_rendered_with_an_opening_for_the_answer() -> None:
     prompt = chat()
     assert prompt.body["prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt.generation_prompt == "<|im_start|>assistant\n"
 
 
 def test_a_model_without_a_template_gets_chatml() -> None:
@@ -52,7 +51,6 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
     messages = [USER, {"role": "assistant", "content": "Sure, "}]
     prompt = chat(messages=messages)
     assert prompt.body["prompt"].endswith("<|im_start|>assistant\nSure, ")
-    assert prompt.generation_prompt == "<|im_start|>assistant\nSure, "
     assert (prompt.prefill, prompt.streamed_prefill) == ("Sure, ", "Sure, ")
     asked = chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
     assert asked.body["prompt"] == prompt.body["prompt"]

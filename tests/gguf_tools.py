@@ -78,9 +78,13 @@ def make_tiny_llama(
     architecture: str = "llama",
     dtype: GGMLQuantizationType = GGMLQuantizationType.F32,
     metadata: Mapping[str, Any] | None = None,
+    deltas: Mapping[str, NDArray[np.float32]] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a random model of 320 tokens that llama.cpp loads. ``metadata`` overrides head counts with arrays."""
+    """Write a random model of 320 tokens that llama.cpp loads.
+
+    ``metadata`` overrides head counts with arrays; ``deltas`` (by GGUF name) are added to the random weights.
+    """
     random = np.random.default_rng(seed)
     tokens, scores, types = byte_vocabulary()
     writer = GGUFWriter(path, architecture)
@@ -110,6 +114,7 @@ def make_tiny_llama(
         shapes["lm_head"] = (len(tokens), n_embd)
     for module, shape in shapes.items():
         values = random.normal(0, shape[1] ** -0.5, shape).astype(np.float32)
+        values += (deltas or {}).get(gguf_name(module), 0)
         writer.add_tensor(gguf_name(module), quantize(values, dtype), raw_dtype=dtype)
     norms = ["output_norm"] + [f"blk.{i}.{norm}" for i in range(n_layer) for norm in ("attn_norm", "ffn_norm")]
     for norm in norms:

@@ -54,6 +54,8 @@ class WorkerSettings(Strict):
     ubatch_size: int = Field(default=512, ge=1)
     prompt_chunk: int = Field(default=64, ge=1)
     """Tokens per prompt decode; prompts are cut at multiples of it, whatever else runs."""
+    prompt_budget: int = Field(default=256, ge=1)
+    """Prompt tokens decoded between two steps of the running sequences, one chunk of each prompt at most."""
     gpu_layers: int = 0
     cache_ram_mib: int = Field(default=512, ge=0)
     """Memory for the prompt cache; 0 disables it."""

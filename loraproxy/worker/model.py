@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import llama_cpp
@@ -33,9 +34,7 @@ class Model:
         self.alias = alias or path.name
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
-        params.load_mode = (
-            llama_cpp.LLAMA_LOAD_MODE_MMAP if use_mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
-        )
+        params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if use_mmap else llama_cpp.LLAMA_LOAD_MODE_NONE
         params.use_extra_bufts = use_extra_bufts
         if not path.is_file():
             raise ModelLoadError(f"{path}: no such file")
@@ -133,6 +132,11 @@ class Model:
         if token not in self._eog:
             self._eog[token] = bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
         return self._eog[token]
+
+    @cached_property
+    def eog_tokens(self) -> tuple[int, ...]:
+        """All tokens that end a generation."""
+        return tuple(t for t in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(self._vocab, t))
 
     def close(self) -> None:
         """Free the model; contexts of it must be gone."""

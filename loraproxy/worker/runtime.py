@@ -117,37 +117,18 @@ class Runtime:
         )
 
     def step(self, tokens: list[int], positions: list[int], first_sequence: int, adapters: list[NativeSet]) -> None:
-        """Decode one token of each of the sequences ``first_sequence``... Row i has the logits of the i-th.
-
-        A lone sequence takes another path through ggml's attention than several do (the flash-decoding split of
-        ``flash_attn_ext`` for one row over 512 cells or more), with other rounding. It is therefore given the
-        company of an idle sequence's token whenever it is long enough for that. Raises StepFailed.
-        """
+        """Decode one token of each of the sequences ``first_sequence``...; all give logits. Raises StepFailed."""
         sequences = list(range(first_sequence, first_sequence + len(tokens)))
-        idle = self._company(sequences, positions)
-        if idle is not None:
-            before = idle < first_sequence
-            at = 0 if before else 1
-            tokens, positions, sequences, adapters = list(tokens), list(positions), list(sequences), list(adapters)
-            tokens.insert(at, tokens[0])
-            positions.insert(at, 0)
-            sequences.insert(at, idle)
-            adapters.insert(at, [])
-        code, complaint = _native.decode_rows(
-            self.address, self.delta.native, tokens, positions, sequences, adapters
-        )
-        if idle is not None:
-            self.clear(idle)
-        self.row_offset = 1 if idle is not None and idle < first_sequence else 0
-        self._check(code, complaint)
+        self._check(*_native.decode_rows(self.address, self.delta.native, tokens, positions, sequences, adapters))
 
-    row_offset = 0
-    """The row of the last step's first sequence."""
+    def needs_company(self, position: int) -> bool:
+        """Whether a lone sequence at ``position`` must be decoded beside an idle one.
 
-    def _company(self, sequences: list[int], positions: list[int]) -> int | None:
-        if len(sequences) != 1 or self.n_slots == 1 or positions[0] + 1 <= KV_PAD:
-            return None
-        return sequences[0] + 1 if sequences[0] + 1 < self.n_slots else sequences[0] - 1
+        For one row of one sequence over 512 cells or more ggml's attention splits the cells between threads
+        (``flash_attn_ext``), and sums in another order than for several sequences. With company there is one
+        order only.
+        """
+        return self.n_slots > 1 and position + 1 > KV_PAD
 
     def _check(self, code: int, complaint: str) -> None:
         if code != 0:

@@ -6,6 +6,7 @@ it; nothing else crosses between the two.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -90,6 +91,16 @@ class Candidate:
     piece: bytes
     logprob: float
     prob: float
+
+    @classmethod
+    def of_logprob(cls, token: int, piece: bytes, logprob: float) -> Candidate:
+        """From a log-probability."""
+        return cls(token, piece, logprob, math.exp(logprob))
+
+    @classmethod
+    def of_prob(cls, token: int, piece: bytes, prob: float) -> Candidate:
+        """From a probability; 0 has the log-probability -inf."""
+        return cls(token, piece, math.log(prob) if prob > 0.0 else -math.inf, prob)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,240 @@
+"""The engine: one thread that decodes, and the asynchronous face that the HTTP application talks to.
+
+A step is one decode of all decoding sequences, one token each, then prompt chunks up to a budget, each a
+decode of its own. Events of a step are handed to the event loop in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from loraproxy.adapters.base_model import BaseModel
+from loraproxy.adapters.read import read_adapter
+from loraproxy.adapters.tensors import Adapter
+from loraproxy.config import WorkerSettings
+from loraproxy.errors import ApiError, ContextExceeded, InvalidRequest, ServerError
+from loraproxy.worker.model import Model, ModelLoadError
+from loraproxy.worker.runtime import Runtime
+from loraproxy.worker.sampling import Sampler
+from loraproxy.worker.sequence import Sequence
+from loraproxy.worker.steps import Stepper
+from loraproxy.worker.types import Done, EngineCounters, Event, Generation, SlotView
+
+log = logging.getLogger("loraproxy.engine")
+
+_Control = Callable[[], Any]
+
+
+class Engine:
+    """A model being served. ``load`` starts its thread, ``close`` ends it."""
+
+    def __init__(self, runtime: Runtime, settings: WorkerSettings) -> None:
+        self.model = runtime.model
+        self.n_ctx_slot = runtime.n_ctx_slot
+        self.n_slots = runtime.n_slots
+        self.runtime = runtime
+        self._stepper = Stepper(runtime, settings)
+        self._inbox: queue.SimpleQueue[Sequence | tuple[_Control, Future[Any]] | None] = queue.SimpleQueue()
+        self._task_ids = itertools.count()
+        self._adapters: set[int] = set()
+        self._leaving: set[int] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @classmethod
+    def load(cls, settings: WorkerSettings) -> Engine:
+        """Load the model and its adapters and start the engine. Blocks for as long as that takes.
+
+        Raises ModelLoadError for the model, InvalidAdapterFile for an adapter; both say what is wrong.
+        """
+        model = Model(
+            settings.model,
+            alias=settings.alias,
+            gpu_layers=settings.gpu_layers,
+            use_mmap=settings.use_mmap,
+            use_extra_bufts=settings.use_extra_bufts,
+        )
+        if model.recurrent:
+            raise ModelLoadError(
+                f"{settings.model}: recurrent and hybrid models are not served yet: their batches are reordered, so"
+                " adapters could not be told apart"
+            )
+        runtime = Runtime(model, settings)
+        engine = cls(runtime, settings)
+        if settings.adapters:
+            base = BaseModel.from_gguf(settings.model)
+            for item in settings.adapters:
+                weights = runtime.delta.prepare(read_adapter(item.name, item.path, base))
+                runtime.delta.insert(item.id, weights)
+                engine._adapters.add(item.id)
+        engine._thread.start()
+        return engine
+
+    # -- generations ---------------------------------------------------------------------------------------
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Event]:
+        """Run ``generation``; yields its events, Done last. Leaving early cancels it within one step.
+
+        Raises, before the first event, ContextExceeded or InvalidRequest; later, ServerError if a step failed.
+        """
+        events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
+        sequence = self._sequence(generation, events)
+        self._loop = asyncio.get_running_loop()
+        self._inbox.put(sequence)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, ApiError):
+                    raise event
+                yield event
+                if isinstance(event, Done):
+                    return
+        finally:
+            if not sequence.finished:
+                sequence.cancelled = True
+                self._inbox.put(None)
+
+    def _sequence(self, generation: Generation, events: asyncio.Queue[Event | ApiError]) -> Sequence:
+        n_prompt = len(generation.prompt)
+        if n_prompt == 0:
+            raise InvalidRequest("the prompt is empty: it has no tokens")
+        if n_prompt >= self.n_ctx_slot:
+            raise ContextExceeded(n_prompt, self.n_ctx_slot)
+        for token in generation.prompt:
+            if not 0 <= token < self.model.n_vocab:
+                raise InvalidRequest(
+                    f"the prompt has token {token}, but token ids run from 0 to {self.model.n_vocab - 1}"
+                )
+        for adapter_id, _ in generation.adapters.entries:
+            if adapter_id not in self._adapters or adapter_id in self._leaving:
+                raise InvalidRequest(f"adapter {adapter_id} is not loaded")
+        sampler = Sampler(self.model, generation.sampling, self.n_ctx_slot)
+        generation = replace(generation, sampling=sampler.params)
+        return Sequence(next(self._task_ids), generation, sampler, events.put_nowait)
+
+    # -- adapters ------------------------------------------------------------------------------------------
+
+    async def add_adapter(self, adapter_id: int, adapter: Adapter) -> None:
+        """Prepare ``adapter`` beside the running engine and make it usable as ``adapter_id``.
+
+        Raises InvalidAdapterFile, or InvalidRequest if the id is taken.
+        """
+        if adapter_id in self._adapters:
+            raise InvalidRequest(f"adapter id {adapter_id} is taken")
+        weights = await asyncio.to_thread(self.runtime.delta.prepare, adapter)
+        await self._between_steps(lambda: self.runtime.delta.insert(adapter_id, weights))
+        self._adapters.add(adapter_id)
+
+    async def remove_adapter(self, adapter_id: int) -> None:
+        """Refuse new generations under ``adapter_id``; its memory is freed when the last running one ends."""
+        if adapter_id not in self._adapters:
+            raise InvalidRequest(f"adapter {adapter_id} is not loaded")
+        self._leaving.add(adapter_id)
+        await self._between_steps(lambda: None)
+
+    async def _between_steps(self, control: _Control) -> None:
+        done: Future[Any] = Future()
+        self._inbox.put((control, done))
+        await asyncio.wrap_future(done)
+
+    def _release_adapters(self) -> None:
+        used = {i for s in self._stepper.sequences() for i, _ in s.generation.adapters.entries}
+        for adapter_id in self._leaving - used:
+            self.runtime.delta.remove(adapter_id)
+            self._stepper.cache.forget_adapter(adapter_id)
+            self._adapters.discard(adapter_id)
+            self._leaving.discard(adapter_id)
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        stepper = self._stepper
+        while not self._closing:
+            self._read_inbox(wait=stepper.is_idle())
+            try:
+                stepper.step()
+            except Exception:
+                log.exception("event=step_failed")
+                stepper.fail_all(ServerError("the engine failed in this step; see the worker's log"))
+            if self._leaving:
+                self._release_adapters()
+            self._hand_out()
+        stepper.fail_all(ServerError("the worker is shutting down"))
+        self._hand_out()
+
+    def _read_inbox(self, *, wait: bool) -> None:
+        while True:
+            try:
+                message = self._inbox.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if isinstance(message, Sequence):
+                self._stepper.add(message)
+            elif message is not None:
+                _settle(*message)
+
+    def _hand_out(self) -> None:
+        batch = self._stepper.take_events()
+        if batch and self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(_deliver, batch)
+            except RuntimeError:  # the event loop is closed: nobody listens any more
+                self._closing = True
+
+    # -- views ---------------------------------------------------------------------------------------------
+
+    def slots(self) -> list[SlotView]:
+        """The slots, as ``GET /slots`` shows them."""
+        return [_view(i, s, self.n_ctx_slot) for i, s in enumerate(list(self._stepper.scheduler.slots))]
+
+    def counters(self) -> EngineCounters:
+        """Totals since the start."""
+        scheduler = self._stepper.scheduler
+        return replace(
+            self._stepper.counters.snapshot(), processing=len(scheduler.running()), deferred=scheduler.n_waiting
+        )
+
+    def close(self) -> None:
+        """End the thread and free everything. Generations that still run fail."""
+        self._closing = True
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        self.runtime.close()
+
+
+def _settle(control: _Control, done: Future[Any]) -> None:
+    try:
+        done.set_result(control())
+    except Exception as problem:
+        done.set_exception(problem)
+
+
+def _deliver(batch: list[tuple[Sequence, Event | ApiError]]) -> None:
+    for sequence, event in batch:
+        sequence.sink(event)
+
+
+def _view(slot: int, sequence: Sequence | None, n_ctx: int) -> SlotView:
+    if sequence is None:
+        return SlotView(slot, -1, n_ctx, None, 0, 0, 0, False)
+    return SlotView(
+        id=slot,
+        id_task=sequence.task_id,
+        n_ctx=n_ctx,
+        generation=sequence.generation,
+        n_prompt_tokens=sequence.n_prompt,
+        n_decoded=sequence.n_decoded,
+        n_remain=sequence.n_remain,
+        has_new_line=sequence.text.has_new_line,
+    )

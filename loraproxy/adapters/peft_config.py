@@ -15,9 +15,12 @@ from typing import Any
 from loraproxy.adapters.checks import Refused
 from loraproxy.adapters.names import shorten
 
-_MAX_PATTERNS = 4096
+# Patterns are regular expressions of a stranger's: these limits keep matching them all within seconds.
+_MAX_PATTERNS = 2048
+_MAX_REPEATING_PATTERNS = 64
 _MAX_PATTERN_LENGTH = 256
-_MAX_REPEATS = 3
+_MAX_REPEATS = 2
+_REPEAT = re.compile(r"[*+?{]")
 
 _UNSUPPORTED = {
     "use_dora": "DoRA (use_dora) changes the weights' magnitudes",
@@ -41,7 +44,8 @@ class PeftConfig:
     """The parts of the configuration that decide how the weights are applied."""
 
     alpha: float
-    alpha_pattern: Mapping[str, float]
+    alpha_pattern: tuple[tuple[re.Pattern[str], float], ...]
+    """Patterns over module names, in the file's order, each with its alpha."""
     rslora: bool
     weight_tying: bool
     base_name: str
@@ -60,14 +64,18 @@ class PeftConfig:
         alpha_pattern = config.get("alpha_pattern") or {}
         if not isinstance(rank_pattern, dict) or not isinstance(alpha_pattern, dict):
             raise Refused("adapter_config.json: rank_pattern and alpha_pattern must be objects")
-        if len(alpha_pattern) > _MAX_PATTERNS:
-            raise Refused(f"adapter_config.json: alpha_pattern has more than {_MAX_PATTERNS} entries")
-        for pattern in alpha_pattern:
-            _check_pattern(pattern)
+        if len(alpha_pattern) > _MAX_PATTERNS or sum(map(_repeats, alpha_pattern)) > _MAX_REPEATING_PATTERNS:
+            raise Refused(
+                f"adapter_config.json: alpha_pattern has more than {_MAX_PATTERNS} entries, or more than "
+                f"{_MAX_REPEATING_PATTERNS} with repetitions; write the module names out"
+            )
         base_name = config.get("base_model_name_or_path")
         return cls(
             alpha=_alpha(config.get("lora_alpha"), "lora_alpha"),
-            alpha_pattern={key: _alpha(value, f"alpha_pattern[{key!r}]") for key, value in alpha_pattern.items()},
+            alpha_pattern=tuple(
+                (_compiled(key), _alpha(value, f"alpha_pattern[{shorten(key)}]"))
+                for key, value in alpha_pattern.items()
+            ),
             rslora=_flag(config, "use_rslora"),
             weight_tying=_flag(config, "ensure_weight_tying"),
             base_name=base_name if isinstance(base_name, str) else "",
@@ -75,24 +83,19 @@ class PeftConfig:
 
     def alpha_of(self, module: str) -> float:
         """The alpha of a module of the base model, by the first pattern that matches its name."""
-        for pattern, alpha in self.alpha_pattern.items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return alpha
-        return self.alpha
+        return next((alpha for pattern, alpha in self.alpha_pattern if pattern.match(module)), self.alpha)
 
-    def scale_of(self, module: str, rank: int) -> float:
+    def scale(self, alpha: float, rank: int) -> float:
         """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA (arXiv 2312.03732).
 
         ``rank`` is the pair's own, which is what rank_pattern or r asked for when it was made.
         """
-        return self.alpha_of(module) / (math.sqrt(rank) if self.rslora else rank)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
-    def describe_scale(self, module: str, rank: int) -> str:
+    def describe_scale(self, alpha: float, rank: int) -> str:
         """For the adapter's notes: ``rsLoRA: scale = 8 / sqrt(8) = 2.83``."""
-        alpha, scale = self.alpha_of(module), self.scale_of(module, rank)
-        if self.rslora:
-            return f"rsLoRA: scale = {alpha:g} / sqrt({rank}) = {scale:.3g}"
-        return f"LoRA: scale = {alpha:g} / {rank} = {scale:.3g}"
+        kind, divisor = ("rsLoRA", f"sqrt({rank})") if self.rslora else ("LoRA", str(rank))
+        return f"{kind}: scale = {alpha:g} / {divisor} = {self.scale(alpha, rank):.3g}"
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:
@@ -110,17 +113,21 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_pattern(pattern: str) -> None:
-    """Refuse regular expressions that are none, or that can take exponential time on a module's name."""
+def _repeats(pattern: str) -> bool:
+    return _REPEAT.search(pattern) is not None
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """As PEFT matches it. Refuses expressions that are none, or that could take exponential time on a name."""
     if len(pattern) > _MAX_PATTERN_LENGTH:
         raise Refused(f"adapter_config.json: the pattern {shorten(pattern)} is longer than {_MAX_PATTERN_LENGTH}")
-    if len(re.findall(r"[*+?{]", pattern)) > _MAX_REPEATS or re.search(r"\)[*+{]", pattern):
+    if len(_REPEAT.findall(pattern)) > _MAX_REPEATS or re.search(r"\)[*+{]", pattern):
         raise Refused(
             f"adapter_config.json: the pattern {shorten(pattern)} repeats groups or has more than {_MAX_REPEATS} "
             "repetitions; write the module names out"
         )
     try:
-        re.compile(rf"(.*\.)?({pattern})$")
+        return re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, OverflowError, RecursionError) as error:
         raise Refused(f"adapter_config.json: the pattern {shorten(pattern)} is wrong: {error}") from None
 

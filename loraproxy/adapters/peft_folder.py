@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,11 @@ class _Module:
     embedding: bool
     halves: _Arrays = field(default_factory=dict)
 
+    @property
+    def rank(self) -> int:
+        """The inner dimension; at least 1, so that a scale can be worked out before an empty pair is refused."""
+        return max(int(self.halves["A"].shape[0]), 1)
+
 
 def pairs_from_peft(config: bytes, weights: bytes, base: BaseModel) -> tuple[tuple[LoraTensor, ...], tuple[str, ...]]:
     """Read a PEFT LoRA from the contents of its two files: (pairs, notes). Raises Refused with the reason.
@@ -58,12 +63,15 @@ def pairs_from_peft(config: bytes, weights: bytes, base: BaseModel) -> tuple[tup
         _check_saved_base(saved_base, names, base)
         notes.append(f"left out, being the base model's own weights: {listed(saved_base)}")
     try:
-        pairs = in_graph_order(_pairs(modules, settings, names, base))
+        targets = _targets(modules, names, base)
+        alphas = {name: settings.alpha_of(name) for name in modules}
+        scales = {name: settings.scale(alphas[name], module.rank) for name, module in modules.items()}
+        pairs = in_graph_order(_pairs(modules, targets, scales, base))
     except Refused as refusal:
         raise Refused(f"{refusal}{_made_for(settings)}") from None
     _check_tying(pairs, settings)
-    scales = {settings.describe_scale(name, module.halves["A"].shape[0]) for name, module in modules.items()}
-    return pairs, (*sorted(scales)[:_MAX_SCALE_NOTES], *notes)
+    described = {settings.describe_scale(alphas[name], module.rank) for name, module in modules.items()}
+    return pairs, (*sorted(described)[:_MAX_SCALE_NOTES], *notes)
 
 
 def _load(weights: bytes) -> _Arrays:
@@ -80,6 +88,8 @@ def _load(weights: bytes) -> _Arrays:
     unreadable = [f"{name} ({entry['dtype']})" for name, entry in entries if entry["dtype"] not in _DECODERS]
     if unreadable:
         raise Refused(f"tensors of a type that cannot be read: {listed(unreadable)}; save them as F32, F16 or BF16")
+    # sorted: the package returns them in no fixed order, and which fault is reported first should not change
+    entries.sort(key=lambda named: named[0])
     return {name: _DECODERS[entry["dtype"]](entry["data"]).reshape(entry["shape"]) for name, entry in entries}
 
 
@@ -110,7 +120,9 @@ def _sort(arrays: _Arrays) -> tuple[dict[str, _Module], _Arrays]:
             other.append(name)
         else:
             module = modules.setdefault(match["module"], _Module(embedding))
-            if module.embedding != embedding or match["half"] in module.halves:
+            if module.embedding != embedding:
+                raise Refused(f"module {match['module'][:120]} has both lora_A/B and lora_embedding_A/B tensors")
+            if match["half"] in module.halves:
                 raise Refused(f"module {match['module'][:120]} has more than one lora_{match['half']}")
             module.halves[match["half"]] = array
     if other:
@@ -159,29 +171,36 @@ def _check_saved_base(saved: _Arrays, names: ModuleNames, base: BaseModel) -> No
             )
 
 
-def _pairs(
-    modules: Mapping[str, _Module], settings: PeftConfig, names: ModuleNames, base: BaseModel
-) -> Iterator[LoraTensor]:
-    targets = {name: names.target(name) for name in modules}
-    unknown = [name for name, target in targets.items() if target is None or base.shape_of(target) is None]
+def _targets(modules: Mapping[str, _Module], names: ModuleNames, base: BaseModel) -> dict[str, str]:
+    """Module name to the name of its GGUF tensor, which the base has and no other module shares."""
+    targets: dict[str, str] = {}
+    unknown = []
+    for name in modules:
+        target = names.target(name)
+        if target is None or base.shape_of(target) is None:
+            unknown.append(name)
+        else:
+            targets[name] = target
     if unknown:
         raise Refused(f"modules that the {base.describe()} does not have: {listed(unknown)}")
-    seen: dict[str, str] = {}
+    owner: dict[str, str] = {}
+    for name, target in targets.items():
+        if owner.setdefault(target, name) != name:
+            raise Refused(f"modules {owner[target]} and {name} are both tensor {target}")
+    return targets
+
+
+def _pairs(
+    modules: Mapping[str, _Module], targets: Mapping[str, str], scales: Mapping[str, float], base: BaseModel
+) -> Iterator[LoraTensor]:
     for name, module in modules.items():
         target = targets[name]
-        assert target is not None
-        if target in seen:
-            raise Refused(f"modules {seen[target]} and {name} are both tensor {target}")
-        seen[target] = name
         op = op_for(target)
         if module.embedding != (op is Op.GET_ROWS):
             kind = "lora_embedding_A/B" if module.embedding else "lora_A/B"
             raise Refused(f"module {name} has {kind} tensors, which do not fit tensor {target}")
-        a, b = module.halves["A"], module.halves["B"]
-        scale = settings.scale_of(name, max(a.shape[0], 1))
-        pair = checked_pair(base, target, op, a, b, scale)
-        rows = permute_rows(base, target, pair.b)
-        yield pair if rows is pair.b else LoraTensor(target, op, pair.a, np.ascontiguousarray(rows), scale)
+        pair = checked_pair(base, target, op, module.halves["A"], module.halves["B"], scales[name])
+        yield replace(pair, b=np.ascontiguousarray(permute_rows(base, target, pair.b)))
 
 
 def _check_tying(pairs: tuple[LoraTensor, ...], settings: PeftConfig) -> None:

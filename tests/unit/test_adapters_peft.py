@@ -205,7 +205,9 @@ def test_the_digest_follows_weights_and_configuration(tmp_path, base):
         ({"alpha_pattern": {"v_proj": "8"}}, "alpha_pattern['v_proj'] must be a number"),
         ({"alpha_pattern": {"v_(proj": 8}}, "the pattern 'v_(proj' is wrong"),
         ({"alpha_pattern": {"(a+)+": 8}}, "repeats groups"),
-        ({"alpha_pattern": {".*.*.*.*x": 8}}, "has more than 3 repetitions"),
+        ({"alpha_pattern": {".*.*.*x": 8}}, "has more than 2 repetitions"),
+        ({"alpha_pattern": {f"{i}.*": 8 for i in range(65)}}, "more than 64 with repetitions"),
+        ({"alpha_pattern": {f"{i}": 8 for i in range(2049)}}, "more than 2048 entries"),
         ({"alpha_pattern": {"a" * 300: 8}}, "is longer than 256"),
         ({"use_rslora": "yes"}, "use_rslora must be true or false, not 'yes'"),
     ],
@@ -265,7 +267,7 @@ ZEROS = np.zeros((4, 64), np.float32)
         (with_tensor(f"{V}.lora_A.weight", np.full((4, 64), np.nan)), "holds NaN or infinite weights"),
         (with_tensor(f"{V}.lora_B.weight", np.full((32, 4), np.inf)), "holds NaN or infinite weights"),
         (with_tensor(f"{V}.lora_A.other.weight", ZEROS), f"module {V} has more than one lora_A"),
-        (with_tensor(f"{V}.lora_embedding_A", ZEROS), f"module {V} has more than one lora_A"),
+        (with_tensor(f"{V}.lora_embedding_A", ZEROS), f"module {V} has both lora_A/B and lora_embedding_A/B"),
     ],
 )
 def test_weights_that_are_no_plain_lora_are_refused_by_name(tmp_path, base, change, reason):

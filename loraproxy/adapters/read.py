@@ -27,10 +27,14 @@ def read_adapter(name: str, path: Path, base: BaseModel) -> Adapter:
     bad name. Whatever the files hold, nothing else is raised.
     """
     check_name(name)
+    if "\0" in str(path):
+        raise InvalidAdapterFile(f"adapter {name!r}: the path holds a null character")
     try:
         return _read_peft(name, path, base) if path.is_dir() else _read_gguf(name, path, base)
     except (Refused, GgufError) as error:
         raise InvalidAdapterFile(f"adapter {name!r} ({path}): {error}") from None
+    except OSError as error:
+        raise InvalidAdapterFile(f"adapter {name!r} ({path}): {error.strerror or error}") from None
     except MemoryError:
         raise InvalidAdapterFile(f"adapter {name!r} ({path}): there is not enough memory to read it") from None
 

@@ -177,6 +177,9 @@ def test_what_is_neither_file_nor_folder_is_refused(tmp_path, base):
     folder = make_peft_folder(tmp_path / "peft", {})
     assert "give the folder instead" in refusal(folder / "adapter_model.safetensors", base)
     assert refusal(Path("/dev/null"), base) == "null is not a regular file"
+    assert "File name too long" in refusal(tmp_path / ("x" * 300), base)
+    with pytest.raises(InvalidAdapterFile, match="null character"):
+        read_adapter("x", Path("a\0b"), base)
 
 
 def test_the_base_model_is_no_adapter_and_an_adapter_no_base_model(tmp_path, base):

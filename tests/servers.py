@@ -139,7 +139,7 @@ def demo_adapters() -> dict[str, Path]:
 def spawn_worker(folder: Path, **settings: Any) -> Server:
     """Start an embedded worker with its files in ``folder``; it may still be loading."""
     path = folder / "worker.sock"
-    values = {"model": base_model(), "parallel": 4, "ctx_size": 4096, "threads": 2, **settings, "socket": path}
+    values = {"model": base_model(), "parallel": 4, "ctx_size": 4096, "threads": 1, **settings, "socket": path}
     file = folder / "settings.json"
     file.write_text(WorkerSettings.model_validate(values).model_dump_json())
     log = folder / "worker.log"

@@ -12,6 +12,7 @@ import stat
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from pydantic import ValidationError
@@ -113,7 +114,10 @@ async def _run(settings: WorkerSettings) -> None:
     runner = web.AppRunner(worker.app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     listener = listen(settings.socket)
-    ends = [asyncio.create_task(stop.wait()), asyncio.create_task(end_of_parent(os.getppid()))]
+    ends: list[asyncio.Future[Any]] = [
+        asyncio.create_task(stop.wait()),
+        asyncio.create_task(end_of_parent(os.getppid())),
+    ]
     engine: Engine | None = None
     try:
         await web.SockSite(runner, listener).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -26,6 +27,8 @@ _SOCKET_PATH_LIMIT = 103
 _HEALTH_INTERVAL = 0.05
 _LAST_LINES = 20
 _LINE_LIMIT = 4096
+_WORKER_RECORD = re.compile(r"[\d-]{10} [\d:,.]+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ (.*)")
+"""A line of the worker's own log; all else is llama.cpp's chatter, for --verbose, or last words."""
 
 
 class EmbeddedWorker:
@@ -147,7 +150,10 @@ class EmbeddedWorker:
         text = line[:_LINE_LIMIT].decode("utf-8", "replace").rstrip()
         if text:
             self._last_lines.append(text)
-            log.info("worker: %s", text)
+            if match := _WORKER_RECORD.fullmatch(text):
+                log.log(int(getattr(logging, match[1])), "worker: %s", match[2])
+            else:
+                log.debug("worker: %s", text)
 
 
 def _make_runtime_folder(socket_name: str) -> Path:

@@ -26,7 +26,7 @@ LONG = {"prompt": "Once upon a time", "n_predict": 900, "ignore_eos": True, "str
 @pytest.fixture
 def own(tmp_path: Path, model: Path) -> Iterator[Server]:
     """A product that a test may break."""
-    with running_proxy(tmp_path, character_arguments()) as server:
+    with running_proxy(tmp_path, [*character_arguments(), "--drain-timeout", "5m"]) as server:
         yield server
 
 
@@ -139,12 +139,12 @@ def test_sigterm_lets_requests_finish_and_leaves_nothing_behind(own, tmp_path):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "worker.sock").stat().st_mode) == 0o600
     (worker,) = children(own.process)
-    stream = Stream(own, {**LONG, "n_predict": 100})
+    stream = Stream(own, {**LONG, "n_predict": 20})
     stream.next()
     own.process.send_signal(signal.SIGTERM)
     events = stream.rest()
     assert events[-1]["stop"] is True
-    assert events[-1]["tokens_predicted"] == 100
+    assert events[-1]["tokens_predicted"] == 20
     assert own.process.wait(STOP_SECONDS) == 0
     assert not folder.exists()
     with pytest.raises(ProcessLookupError):

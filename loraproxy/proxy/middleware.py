@@ -23,7 +23,6 @@ from loraproxy.pool.pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
-REQUEST_ID = web.RequestKey("request_id", str)
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 _PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/"})
 
@@ -50,8 +49,11 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except ConnectionResetError:
         raise  # the client is gone: there is nobody to answer
     except Exception:
-        log.exception("request %s %s %s failed", request.get(REQUEST_ID, ""), request.method, request.path)
-        return error_response(ServerError("internal error; the server's log has the details"))
+        name = request_id(request)
+        log.exception("request %s: %s %s failed", name, request.method, request.path)
+        response = error_response(ServerError(f"internal error; the server's log has the details of request {name}"))
+        response.headers["X-Request-Id"] = name
+        return response
 
 
 def cors(config: CorsConfig) -> Middleware:
@@ -134,7 +136,8 @@ def prepare_headers(config: CorsConfig) -> Callable[[web.Request, web.StreamResp
     async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
         headers = response.headers
         headers["Server"] = f"loraproxy/{__version__}"
-        headers["X-Request-Id"] = request_id(request)
+        if "X-Request-Id" not in headers:
+            headers["X-Request-Id"] = request_id(request)
         if origin := allowed_origin(config, request.headers.get("Origin", "")):
             headers["Access-Control-Allow-Origin"] = origin
             headers["Access-Control-Expose-Headers"] = "X-LoRA, X-Request-Id"
@@ -145,10 +148,6 @@ def prepare_headers(config: CorsConfig) -> Callable[[web.Request, web.StreamResp
 
 
 def request_id(request: web.Request) -> str:
-    """The client's X-Request-Id where it is short and printable, else a new one; the same for the whole request."""
-    known: str | None = request.get(REQUEST_ID)
-    if known is None:
-        given = request.headers.get("X-Request-Id", "")
-        known = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
-        request[REQUEST_ID] = known
-    return known
+    """The client's X-Request-Id where it is short and printable, else a new one."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex

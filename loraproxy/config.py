@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -15,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import ErrorDetails
@@ -96,13 +97,24 @@ def parse_layers(value: object) -> object:
     return -1 if value in ("all", "auto") else value
 
 
-Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=float | str)]
-Size = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str)]
-Layers = Annotated[int, BeforeValidator(parse_layers, json_schema_input_type=int | str)]
+_NUMBER_OR_TEXT = WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string"}]})
+Duration = Annotated[float, BeforeValidator(parse_duration), _NUMBER_OR_TEXT]
+Size = Annotated[int, BeforeValidator(parse_size), _NUMBER_OR_TEXT]
+Layers = Annotated[
+    int, BeforeValidator(parse_layers), WithJsonSchema({"anyOf": [{"type": "integer"}, {"enum": ["all", "auto"]}]})
+]
+
+
+def _or_path(schema: dict[str, Any]) -> None:
+    long_form = dict(schema)
+    schema.clear()
+    schema["anyOf"] = [{"type": "string", "format": "path"}, long_form]
 
 
 class AdapterConfig(Strict):
     """One adapter: a GGUF adapter file or a PEFT folder, and the scale it has in requests that name no adapter."""
+
+    model_config = ConfigDict(json_schema_extra=_or_path)
 
     path: Path = Field(description="A GGUF adapter or a PEFT folder; relative to the configuration file.")
     scale: float = Field(

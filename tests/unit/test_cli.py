@@ -159,6 +159,8 @@ def test_the_schema_is_json_and_describes_every_section(capsys):
     schema = json.loads(capsys.readouterr().out)
     assert {"model", "adapters", "http", "engine"} <= schema["properties"].keys()
     assert schema["additionalProperties"] is False
+    short, long = schema["$defs"]["AdapterConfig"]["anyOf"]
+    assert (short["type"], long["type"]) == ("string", "object")
 
 
 def test_serve_help_lists_our_options_but_not_the_ignored_ones(capsys):

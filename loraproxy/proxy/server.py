@@ -87,6 +87,7 @@ async def _serve(config: Config, proxy: Proxy, keys: tuple[str, ...], announce: 
     await runner.setup()
     try:
         site, url = await _listen(runner, config.http)
+        log.info("loading %s", config.model)
         if await _unless(stop, proxy.pool.start()):
             announce(url)
             await stop.wait()

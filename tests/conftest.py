@@ -29,7 +29,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Se
 @pytest.fixture(scope="session")
 def llama_server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
     """A real llama-server with the same model, slots and context as ``worker``."""
-    arguments = ["-m", str(model), "--alias", "smollm2", "-np", "4", "-c", "4096", "-t", "1", "--metrics", "--slots"]
+    arguments = ["-m", str(model), "--alias", "smollm2", "-np", "4", "-c", "2048", "-t", "1", "--metrics", "--slots"]
     try:
         with running_llama_server(tmp_path_factory.mktemp("llama-server"), arguments) as server:
             yield server

@@ -19,8 +19,8 @@ from typing import Any
 from loraproxy.config import WorkerSettings
 
 REPOSITORY = Path(__file__).parent.parent
-START_SECONDS = 120
-STOP_SECONDS = 20
+START_SECONDS = 300
+STOP_SECONDS = 60
 POLL_SECONDS = 0.05
 
 
@@ -55,7 +55,7 @@ class Server:
         """The URL of the server, for clients over TCP."""
         return f"http://127.0.0.1:{self.port}"
 
-    def connection(self, timeout: float = 60) -> http.client.HTTPConnection:
+    def connection(self, timeout: float = 300) -> http.client.HTTPConnection:
         """A new connection to the server."""
         if self.socket is not None:
             return UnixHTTPConnection(self.socket, timeout)
@@ -139,7 +139,7 @@ def demo_adapters() -> dict[str, Path]:
 def spawn_worker(folder: Path, **settings: Any) -> Server:
     """Start an embedded worker with its files in ``folder``; it may still be loading."""
     path = folder / "worker.sock"
-    values = {"model": base_model(), "parallel": 4, "ctx_size": 4096, "threads": 1, **settings, "socket": path}
+    values = {"model": base_model(), "parallel": 4, "ctx_size": 2048, "threads": 1, **settings, "socket": path}
     file = folder / "settings.json"
     file.write_text(WorkerSettings.model_validate(values).model_dump_json())
     log = folder / "worker.log"

@@ -232,23 +232,24 @@ def test_a_prompt_that_does_not_fit_is_a_400_with_the_counts(worker: Server, str
     status, body = post(worker, "/completion", {"prompt": [100] * 2000, "stream": stream})
     assert status == 400
     assert body["error"]["type"] == "exceed_context_size_error"
-    assert (body["error"]["n_prompt_tokens"], body["error"]["n_ctx"]) == (2000, 1024)
+    assert (body["error"]["n_prompt_tokens"], body["error"]["n_ctx"]) == (2000, 512)
 
 
 def test_a_full_context_ends_the_answer(worker: Server) -> None:
-    body = {"prompt": [100] * 1000, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": [100] * 490, "temperature": 0, "ignore_eos": True}
     whole = answer(worker, "/completion", body)
     assert (whole["stop_type"], whole["truncated"]) == ("limit", True)
-    assert whole["tokens_cached"] <= 1024
+    assert whole["tokens_cached"] <= 512
 
 
 def test_a_client_that_goes_away_frees_its_slot(worker: Server) -> None:
     connection = worker.connection()
-    body = {"prompt": "x", "stream": True, "ignore_eos": True, "n_predict": 900}
+    body = {"prompt": "x", "stream": True, "ignore_eos": True, "n_predict": 500}
     connection.request("POST", "/completion", json.dumps(body))
-    assert connection.getresponse().readline().startswith(b"data: ")
-    assert any(slot["is_processing"] for slot in get(worker, "/slots"))
-    connection.close()
+    with connection.getresponse() as response:
+        assert response.readline().startswith(b"data: ")
+        assert any(slot["is_processing"] for slot in get(worker, "/slots"))
+        connection.close()
     polls = 0
     while any(slot["is_processing"] for slot in get(worker, "/slots")):
         polls += 1

@@ -53,9 +53,9 @@ class WorkerSettings(Strict):
     threads_batch: int = Field(default=0, ge=0)
     batch_size: int = Field(default=2048, ge=1)
     ubatch_size: int = Field(default=512, ge=1)
-    prompt_chunk: int = Field(default=64, ge=1)
+    prompt_chunk: int = Field(default=32, ge=1)
     """Tokens per prompt decode; prompts are cut at multiples of it, whatever else runs."""
-    prompt_budget: int = Field(default=256, ge=1)
+    prompt_budget: int = Field(default=64, ge=1)
     """Prompt tokens decoded between two steps of the running sequences, one chunk of each prompt at most."""
     gpu_layers: int = 0
     cache_ram_mib: int = Field(default=512, ge=0)

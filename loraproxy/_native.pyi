@@ -48,6 +48,17 @@ class Delta:
     def remove_adapter(self, adapter_id: int, /) -> None: ...
     def has_adapter(self, adapter_id: int, /) -> bool: ...
     def adapter_bytes(self, adapter_id: int, /) -> int: ...
+    def begin_rows(self, sets: list[list[tuple[int, float]]], /) -> None:
+        """The next graph has a row for each set. For graphs that are not llama.cpp's; the decode calls do it."""
+
+    def begin_chunk(self, adapters: list[tuple[int, float]], n_rows: int, /) -> None:
+        """The next graph has ``n_rows`` rows under one set."""
+
+    def end(self) -> str:
+        """The delta path's complaint about the graph that was computed, or ""."""
+
+    def use_device_kernel(self) -> None:
+        """From now on tensors in host memory are treated like those on a device: for comparing the two."""
 
 def decode_rows(
     ctx: int,

@@ -48,7 +48,8 @@ class ContextExceeded(ApiError):
 
     def __init__(self, n_prompt_tokens: int, n_ctx: int) -> None:
         super().__init__(
-            f"request ({n_prompt_tokens} tokens) exceeds the available context size ({n_ctx} tokens), try increasing it",
+            f"request ({n_prompt_tokens} tokens) exceeds the available context size ({n_ctx} tokens),"
+            " try increasing it",
             n_prompt_tokens=n_prompt_tokens,
             n_ctx=n_ctx,
         )

@@ -26,7 +26,7 @@ class DeltaPath:
     """
 
     def __init__(self, threads: int, kernels: str = "") -> None:
-        """``threads``: how many the engine decodes with. ``kernels``: avx512, avx2, neon or plain; "" picks the best."""
+        """``threads``: as many as the engine has. ``kernels``: avx512, avx2, neon, plain; "" picks the best."""
         self.native = _native.Delta(threads, kernels)
 
     @property

@@ -234,6 +234,8 @@ def _view(slot: int, sequence: Sequence | None, n_ctx: int) -> SlotView:
         n_ctx=n_ctx,
         generation=sequence.generation,
         n_prompt_tokens=sequence.n_prompt,
+        n_prompt_tokens_processed=max(min(sequence.n_past, sequence.n_prompt) - sequence.n_cached, 0),
+        n_prompt_tokens_cache=sequence.n_cached,
         n_decoded=sequence.n_decoded,
         n_remain=sequence.n_remain,
         has_new_line=sequence.text.has_new_line,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
 from loraproxy import _native
 from loraproxy.config import WorkerSettings
 from loraproxy.errors import ApiError, ServerError
-from loraproxy.worker.prefix_cache import PrefixCache
+from loraproxy.worker.prefix_cache import Entry, PrefixCache
 from loraproxy.worker.runtime import Runtime, StepFailed
 from loraproxy.worker.scheduler import DECODE_WEIGHT, PROMPT_WEIGHT, Rows, Scheduler
 from loraproxy.worker.sequence import Sequence
 from loraproxy.worker.types import Candidate, Done, EngineCounters, Event, Progress, StopReason, Token, TokenProbs
+
+log = logging.getLogger("loraproxy.engine")
 
 
 @dataclass
@@ -20,6 +23,7 @@ class Totals:
     """The running totals behind EngineCounters."""
 
     prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
     prompt_seconds: float = 0.0
     predicted_tokens: int = 0
     predicted_seconds: float = 0.0
@@ -88,12 +92,19 @@ class Stepper:
         found = self.cache.find(generation.adapters, generation.prompt) if generation.cache_prompt else None
         self.runtime.clear(sequence.slot)
         if found is not None:
-            entry, length = found
-            self.runtime.restore(sequence.slot, entry.state)
-            self.runtime.truncate(sequence.slot, length)
-            sequence.n_past = sequence.n_cached = length
+            self._restore(sequence, *found)
         if sequence.sampler.remembers:
             sequence.sampler.see(generation.prompt[-sequence.sampler.remembers :])
+
+    def _restore(self, sequence: Sequence, entry: Entry, length: int) -> None:
+        try:
+            self.runtime.restore(sequence.slot, entry.state)
+        except StepFailed as problem:
+            log.warning("event=cache_not_restored reason=%s", problem)
+            return  # the prompt is computed from its start
+        self.runtime.truncate(sequence.slot, length)
+        sequence.n_past = sequence.n_cached = length
+        self.counters.prompt_tokens_cached += length
 
     def _leave(self, sequence: Sequence) -> None:
         sequence.finished = True
@@ -110,7 +121,11 @@ class Stepper:
     def _close_gaps(self) -> None:
         while (move := self.scheduler.move()) is not None:
             sequence, slot = move
-            self.runtime.restore(slot, self.runtime.save(sequence.slot))
+            try:
+                self.runtime.restore(slot, self.runtime.save(sequence.slot))
+            except StepFailed as problem:
+                self._fail(sequence, ServerError(f"the request's KV cells could not be moved: {problem}"))
+                continue
             self.runtime.clear(sequence.slot)
             self.scheduler.moved(sequence, slot)
 

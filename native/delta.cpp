@@ -1,7 +1,12 @@
 #include "delta.h"
 
 #include <algorithm>
-#include <cstring>
+#include <cstdlib>
+#include <new>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 namespace loraproxy {
 
@@ -16,13 +21,49 @@ bool is_projection(const ggml_tensor * node) {
 
 } // namespace
 
-size_t AdapterWeights::bytes() const {
-    size_t sum = 0;
-    for (const auto & pair : pairs) {
-        sum += pair ? pair->bytes() : 0;
+// -- an adapter's memory -------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr size_t HUGE_PAGE = size_t(2) << 20;
+
+size_t aligned(size_t values) { return blocks_of(values, 64) * 64; }
+
+} // namespace
+
+AdapterWeights::AdapterWeights(size_t n_targets, std::vector<Part> parts) : pairs_(n_targets) {
+    std::stable_sort(parts.begin(), parts.end(), [](const Part & a, const Part & b) { return a.target < b.target; });
+    size_t values = 0;
+    for (const Part & part : parts) {
+        values += aligned(part.a.size()) + aligned(part.bt.size());
     }
-    return sum;
+    bytes_             = values * sizeof(uint16_t);
+    const size_t size  = blocks_of(std::max<size_t>(bytes_, 1), HUGE_PAGE) * HUGE_PAGE;
+    memory_            = static_cast<uint16_t *>(std::aligned_alloc(HUGE_PAGE, size));
+    if (memory_ == nullptr) {
+        throw std::bad_alloc();
+    }
+#ifdef MADV_HUGEPAGE
+    // a step reads it all: with 4 KiB pages the misses of the page table cost a third of the bandwidth
+    if (bytes_ >= HUGE_PAGE) {
+        madvise(memory_, bytes_ / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+    }
+#endif
+    uint16_t * at = memory_;
+    for (const Part & part : parts) {
+        Pair & pair    = pairs_[part.target];
+        pair.rank      = part.rank;
+        pair.scale     = part.scale;
+        pair.a         = std::copy(part.a.begin(), part.a.end(), at) - part.a.size();
+        at            += aligned(part.a.size());
+        pair.bt        = std::copy(part.bt.begin(), part.bt.end(), at) - part.bt.size();
+        at            += aligned(part.bt.size());
+        pair.a_values  = part.a.size();
+        pair.bt_values = part.bt.size();
+    }
 }
+
+AdapterWeights::~AdapterWeights() { std::free(memory_); }
 
 Delta::Delta(int n_threads, const char * force_kernels)
     : host_(make_host_kernel(n_threads, force_kernels)), n_threads_(n_threads) {
@@ -44,7 +85,9 @@ bool Delta::callback(ggml_tensor * node, bool ask, void * user_data) {
 // -- learning the graph ------------------------------------------------------------------------------------
 
 void Delta::watch_begin() {
-    watching_ = true;
+    watching_      = true;
+    watched_       = nullptr;
+    watched_index_ = -1;
     for (Target & target : targets_) {
         target.visits = 0;
     }
@@ -59,8 +102,25 @@ void Delta::watch_end() {
     }
 }
 
+namespace {
+
+// Such a node only describes memory: nothing is read or written.
+bool computes_nothing(const ggml_tensor * node) {
+    return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE ||
+           node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
+}
+
+} // namespace
+
 void Delta::watch(ggml_tensor * node) {
-    const ggml_tensor * src0 = node->src[0];
+    if (computes_nothing(node)) {
+        return;
+    }
+    const ggml_tensor * before       = watched_;
+    const int           before_index = watched_index_;
+    watched_                         = node;
+    watched_index_                   = -1;
+    const ggml_tensor * src0         = node->src[0];
     // a weight with its own scale tensor (NVFP4) is scaled after the product: the delta would be scaled too
     if (node->op == GGML_OP_MUL && src0 != nullptr && src0->op == GGML_OP_MUL_MAT && node->src[1] != nullptr) {
         const std::string scale = node->src[1]->name;
@@ -91,6 +151,11 @@ void Delta::watch(ggml_tensor * node) {
     Target & target = targets_[index];
     ++target.visits;
     const ggml_tensor * x = node->src[1];
+    watched_index_        = index;
+    // computed one after the other from the same x: one cut serves both
+    if (op == Op::mul_mat && before_index >= 0 && before->op == GGML_OP_MUL_MAT && before->src[1] == x) {
+        targets_[before_index].next = index;
+    }
     if (node->type != GGML_TYPE_F32 || (op == Op::mul_mat && x->type != GGML_TYPE_F32)) {
         target.refusal = "its input or result is not F32";
     } else if (node->ne[2] * node->ne[3] != 1 || src0->ne[2] * src0->ne[3] != 1) {
@@ -142,6 +207,7 @@ size_t Delta::adapter_bytes(int64_t id) const {
 void Delta::start(int n_rows) {
     running_ = true;
     n_rows_  = n_rows;
+    pending_ = nullptr;
     error_.clear();
     adapters_running_.clear();
     active_.assign(targets_.size(), 0);
@@ -166,9 +232,8 @@ void Delta::join(int row, const Set & set) {
 
 void Delta::activate() {
     for (const Running & adapter : adapters_running_) {
-        const auto & pairs = adapter.weights->pairs;
-        for (size_t t = 0; t < pairs.size(); ++t) {
-            active_[t] |= pairs[t] != nullptr;
+        for (size_t t = 0; t < adapter.weights->n_targets(); ++t) {
+            active_[t] |= adapter.weights->pair(static_cast<int>(t)) != nullptr;
         }
     }
 }
@@ -216,11 +281,22 @@ bool Delta::ask(ggml_tensor * node) {
         watch(node);
         return false;
     }
-    if (!running_ || (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_GET_ROWS)) {
+    if (!running_ || computes_nothing(node)) {
         return false;
     }
-    const int index = lookup(node);
+    const bool projects = node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_GET_ROWS;
+    const int  index    = projects ? lookup(node) : -1;
+    if (pending_ != nullptr && index != targets_[pending_index_].next) {
+        fail(targets_[pending_index_].name + " is not followed by the product that followed it at the start");
+        pending_ = nullptr;
+    }
     if (index < 0 || !active_[index]) {
+        return false;
+    }
+    const int next = targets_[index].next;
+    if (pending_ == nullptr && next >= 0 && active_[next]) {
+        pending_       = node;
+        pending_index_ = index;
         return false;
     }
     ++cuts_;
@@ -229,17 +305,27 @@ bool Delta::ask(ggml_tensor * node) {
 
 DeltaKernel * Delta::kernel_for(const ggml_tensor * node) {
     const ggml_tensor * base = node->view_src ? node->view_src : node;
-    if (base->buffer == nullptr || ggml_backend_buffer_is_host(base->buffer)) {
+    if (base->buffer == nullptr || (ggml_backend_buffer_is_host(base->buffer) && !host_tensors_too_)) {
         return host_.get();
+    }
+    if (!device_) {
+        device_ = make_device_kernel();
     }
     return device_.get();
 }
 
 void Delta::computed(ggml_tensor * node) {
-    const int index = lookup(node);
-    if (index < 0) {
-        return;
+    if (pending_ != nullptr) {
+        correct(pending_, pending_index_);
+        pending_ = nullptr;
     }
+    const int index = lookup(node);
+    if (index >= 0) {
+        correct(node, index);
+    }
+}
+
+void Delta::correct(ggml_tensor * node, int index) {
     if (seen_[index] < 255) {
         ++seen_[index];
     }
@@ -258,16 +344,12 @@ void Delta::computed(ggml_tensor * node) {
     }
     groups_.clear();
     for (const Running & adapter : adapters_running_) {
-        if (const Pair * pair = adapter.weights->pairs[index].get()) {
+        if (const Pair * pair = adapter.weights->pair(index)) {
             const int n = one_set_ ? static_cast<int>(rows) : static_cast<int>(adapter.rows.size());
-            groups_.push_back({pair, adapter.weights, adapter.rows.data(), adapter.scales.data(), n});
+            groups_.push_back({pair, adapter.weights, adapter.rows.data(), adapter.scales.data(), n, one_set_});
         }
     }
-    DeltaKernel * kernel = kernel_for(node);
-    if (kernel == nullptr) {
-        return fail(target.name + " is not in host memory");
-    }
-    const std::string problem = kernel->apply(node, target, index, groups_);
+    const std::string problem = kernel_for(node)->apply(node, target, index, groups_);
     if (!problem.empty()) {
         fail(target.name + ": " + problem);
     }

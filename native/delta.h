@@ -33,27 +33,43 @@ struct Target {
     int64_t     n_in;  // values in a row of x; for get_rows: the vocabulary
     int64_t     n_out; // values in a row of the result
     int         visits = 0; // how often the watched decode computed it
+    int         next   = -1; // the target computed directly after it from the same x: both are corrected then
     std::string refusal;    // why it cannot be targeted; empty if it can
 };
 
-// One adapter's pair for one target, as the kernels want it.
+// One adapter's pair for one target, as the kernels want it; it points into its adapter's memory.
 struct Pair {
-    int   rank  = 0;
-    float scale = 1.0f;
-    // mul_mat: f16 (rank, n_in); get_rows: A transposed, f16 (n_vocab, rank)
-    std::vector<uint16_t> a;
-    // B transposed: f16 (rank, n_out)
-    std::vector<uint16_t> bt;
-
-    size_t bytes() const { return (a.size() + bt.size()) * sizeof(uint16_t); }
+    int              rank  = 0;
+    float            scale = 1.0f;
+    const uint16_t * a     = nullptr; // tiled; for get_rows: A transposed, (n_vocab, rank)
+    const uint16_t * bt    = nullptr; // B transposed, in blocks of columns
+    size_t           a_values  = 0;
+    size_t           bt_values = 0;
 };
 
-struct AdapterWeights {
-    AdapterWeights() = default;
-    AdapterWeights(const AdapterWeights &) = delete;
+// All pairs of one adapter in one piece of memory, in the order in which the graph comes to them.
+class AdapterWeights {
+public:
+    struct Part {
+        int                   target;
+        int                   rank;
+        float                 scale;
+        std::vector<uint16_t> a, bt;
+    };
 
-    std::vector<std::unique_ptr<Pair>> pairs; // by target index; null where this adapter has none
-    size_t bytes() const;
+    AdapterWeights(size_t n_targets, std::vector<Part> parts);
+    AdapterWeights(const AdapterWeights &) = delete;
+    ~AdapterWeights();
+
+    // nullptr where the adapter has no pair for this target
+    const Pair * pair(int target) const { return pairs_[target].rank > 0 ? &pairs_[target] : nullptr; }
+    size_t       n_targets() const { return pairs_.size(); }
+    size_t       bytes() const { return bytes_; }
+
+private:
+    std::vector<Pair> pairs_; // by target; rank 0: none
+    uint16_t *        memory_ = nullptr;
+    size_t            bytes_  = 0;
 };
 
 // The rows of the running step that use one pair of one adapter. Groups of a node are sorted by adapter id.
@@ -63,6 +79,7 @@ struct Group {
     const int32_t *        rows;
     const float *          scales; // the request's scale for each row, without the pair's own
     int                    n_rows;
+    bool                   whole_step; // a prompt chunk: every row of the node is under one set
 };
 
 // Adds the deltas of `groups` to one computed node. There is one implementation for tensors in host memory
@@ -78,6 +95,7 @@ public:
 };
 
 std::unique_ptr<DeltaKernel> make_host_kernel(int n_threads, const char * force);
+std::unique_ptr<DeltaKernel> make_device_kernel();
 
 class Delta {
 public:
@@ -108,6 +126,9 @@ public:
     // After llama_decode: "" or the surprise that makes the step's results void.
     std::string end();
 
+    // From now on, tensors in host memory go the way of those on a device: for comparing the two.
+    void use_device_kernel() { host_tensors_too_ = true; }
+
     const char * kernel_name() const { return kernel_name_; }
     // Nodes at which the graph was cut since the start.
     uint64_t cuts() const { return cuts_; }
@@ -123,6 +144,7 @@ private:
 
     bool ask(ggml_tensor * node);
     void computed(ggml_tensor * node);
+    void correct(ggml_tensor * node, int index);
     void watch(ggml_tensor * node);
     int  lookup(const ggml_tensor * node) const;
     void fail(const std::string & reason);
@@ -135,7 +157,8 @@ private:
     std::unordered_map<std::string, int>                               by_name_[2];
     std::unordered_map<int64_t, std::shared_ptr<const AdapterWeights>> adapters_;
     std::unique_ptr<DeltaKernel>                                       host_;
-    std::unique_ptr<DeltaKernel>                                       device_;
+    std::unique_ptr<DeltaKernel>                                       device_; // made when first needed
+    bool                                                               host_tensors_too_ = false;
     const char *                                                       kernel_name_;
     int                                                                n_threads_;
     bool                                                               watching_ = false;
@@ -149,7 +172,13 @@ private:
     std::vector<uint8_t> active_; // by target: some adapter of this step has a pair for it
     std::vector<uint8_t> seen_;   // by target: times computed in this step
     std::vector<Group>   groups_;
+    ggml_tensor *        pending_       = nullptr; // computed with the node that follows it
+    int                  pending_index_ = -1;
     std::string          error_;
+
+    // while watching
+    const ggml_tensor * watched_       = nullptr; // the last node that computes something
+    int                 watched_index_ = -1;
 };
 
 } // namespace loraproxy

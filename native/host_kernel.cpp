@@ -19,12 +19,12 @@ public:
         const ggml_tensor * x = node->src[1];
         jobs_.clear();
         size_t n_y = 0, n_rows = 0;
-        int    n_ranks = 0;
+        int    n_groups = 0;
         for (const Group & group : groups) {
-            jobs_.push_back({&group, n_ranks, n_y, n_rows});
-            n_ranks += group.pair->rank;
-            n_y     += group.pair->rank * group.n_rows;
-            n_rows  += group.n_rows;
+            jobs_.push_back({&group, n_groups, n_y, n_rows, blocks_of(group.pair->rank, RANKS) * RANKS});
+            n_groups += static_cast<int>(blocks_of(group.pair->rank, RANKS));
+            n_y      += jobs_.back().y_stride * group.n_rows;
+            n_rows   += group.n_rows;
         }
         y_.resize(std::max(y_.size(), n_y));
         x_.resize(n_rows);
@@ -42,27 +42,22 @@ public:
         const int n_threads = parallel_.size();
         parallel_.run([&](int thread) {
             if (target.op == Op::mul_mat) {
-                down(target, n_ranks * thread / n_threads, n_ranks * (thread + 1) / n_threads);
+                down(target, n_groups * thread / n_threads, n_groups * (thread + 1) / n_threads);
                 parallel_.barrier();
             }
-            const int blocks = static_cast<int>((target.n_out + COLUMNS - 1) / COLUMNS);
-            const int j0     = blocks * thread / n_threads * COLUMNS;
-            const int j1     = std::min<int>(target.n_out, blocks * (thread + 1) / n_threads * COLUMNS);
-            if (j0 < j1) {
-                up(target, j0, j1);
-            }
+            const int blocks = static_cast<int>(blocks_of(target.n_out, COLUMNS));
+            up(target, blocks * thread / n_threads, blocks * (thread + 1) / n_threads);
         });
         return "";
     }
 
 private:
-    static constexpr int COLUMNS = 32; // a cache line of f16 weights, and whole vectors on every processor
-
     struct Job {
         const Group * group;
-        int           first_rank; // in the node's list of all ranks
-        size_t        first_y;    // its part of y_: (rows, rank)
-        size_t        first_row;  // its part of x_ and out_
+        int           first_group; // of ranks, in the node's list of all of them
+        size_t        first_y;     // its part of y_: (rows, y_stride)
+        size_t        first_row;   // its part of x_ and out_
+        size_t        y_stride;
     };
 
     static float * row_of(const ggml_tensor * tensor, int row) {
@@ -72,45 +67,46 @@ private:
     void gather(const int32_t * tokens, const Target & target) {
         for (const Job & job : jobs_) {
             const Pair & pair = *job.group->pair;
-            float *      y    = y_.data() + job.first_y;
             for (int i = 0; i < job.group->n_rows; ++i) {
                 const int32_t token = tokens[job.group->rows[i]];
+                const bool    known = token >= 0 && token < target.n_in;
                 const float   scale = pair.scale * job.group->scales[i];
+                float *       y     = y_.data() + job.first_y + i * job.y_stride;
                 for (int r = 0; r < pair.rank; ++r) {
-                    const bool known = token >= 0 && token < target.n_in;
-                    y[static_cast<size_t>(i) * pair.rank + r] = known ? scale * f16_to_f32(pair.a[static_cast<size_t>(token) * pair.rank + r]) : 0.0f;
+                    y[r] = known ? scale * f16_to_f32(pair.a[static_cast<size_t>(token) * pair.rank + r]) : 0.0f;
                 }
             }
         }
     }
 
-    // y = scale * A x for the ranks [first, last) of the node's list
+    // y = scale * A x for the groups of ranks [first, last) of the node's list
     void down(const Target & target, int first, int last) {
         for (const Job & job : jobs_) {
-            const Pair & pair = *job.group->pair;
-            const int    r0   = std::max(first - job.first_rank, 0);
-            const int    r1   = std::min(last - job.first_rank, pair.rank);
-            if (r0 >= r1) {
+            const Pair & pair   = *job.group->pair;
+            const int    groups = static_cast<int>(job.y_stride) / RANKS;
+            const int    g0     = std::max(first - job.first_group, 0);
+            const int    g1     = std::min(last - job.first_group, groups);
+            if (g0 >= g1) {
                 continue;
             }
             const int n = job.group->n_rows;
             float *   y = y_.data() + job.first_y;
-            kernels_.down(pair.a.data(), target.n_in, static_cast<int>(target.n_in), x_.data() + job.first_row, n, r0, r1,
-                          y, pair.rank);
+            kernels_.down(pair.a, static_cast<int>(target.n_in), x_.data() + job.first_row, n, g0, g1, y, job.y_stride);
             for (int i = 0; i < n; ++i) {
                 const float scale = pair.scale * job.group->scales[i];
-                for (int r = r0; r < r1; ++r) {
-                    y[static_cast<size_t>(i) * pair.rank + r] *= scale;
+                for (int r = g0 * RANKS; r < g1 * RANKS; ++r) {
+                    y[i * job.y_stride + r] *= scale;
                 }
             }
         }
     }
 
-    void up(const Target & target, int j0, int j1) {
+    // out += B y for the blocks of columns [b0, b1)
+    void up(const Target & target, int b0, int b1) {
         for (const Job & job : jobs_) {
             const Pair & pair = *job.group->pair;
-            kernels_.up(pair.bt.data(), target.n_out, pair.rank, y_.data() + job.first_y, pair.rank,
-                        out_.data() + job.first_row, job.group->n_rows, j0, j1);
+            kernels_.up(pair.bt, pair.rank, static_cast<int>(target.n_out), y_.data() + job.first_y, job.y_stride,
+                        out_.data() + job.first_row, job.group->n_rows, b0, b1);
         }
     }
 

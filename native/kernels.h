@@ -1,8 +1,13 @@
 // The arithmetic of the delta path: y = A x and out += B y, weights in f16, sums in f32.
 //
-// Every (row, rank) product and every output element is summed in an order that depends on the matrix
-// alone: not on how many rows share a call, nor on how the work is split between threads. That is what
-// keeps a request's result bit-identical whatever else runs in its batch.
+// Every y value and every output element is summed in an order that depends on the matrix alone: not on how
+// many rows share a call, nor on how the work is split between threads. That is what keeps a request's result
+// bit-identical whatever else runs in its batch.
+//
+// The layouts make each thread read one unbroken stream: memory bandwidth is what bounds a step of many
+// adapters. Padding is zero.
+//   A (rank, n_in):          tiles of RANKS x DEPTH values: [rank / RANKS][n_in / DEPTH][RANKS][DEPTH]
+//   B transposed (rank, n_out): blocks of COLUMNS columns:  [n_out / COLUMNS][rank][COLUMNS]
 #pragma once
 
 #include <cstddef>
@@ -10,18 +15,24 @@
 
 namespace loraproxy {
 
+constexpr int RANKS   = 4;
+constexpr int DEPTH   = 16;
+constexpr int COLUMNS = 32;
+
+constexpr size_t blocks_of(size_t n, size_t block) { return (n + block - 1) / block; }
+
 struct Kernels {
     const char * name;
 
-    // y[t * y_stride + r] = sum_k a[r * lda + k] * x[t][k]   for t < n_rows, r0 <= r < r1
-    // a: f16, rows of n_in values, lda apart. x: n_rows pointers to n_in floats.
-    void (*down)(const uint16_t * a, size_t lda, int n_in, const float * const * x, int n_rows, int r0, int r1,
-                 float * y, size_t y_stride);
+    // y[t * y_stride + r] = sum_k A[r][k] * x[t][k]   for t < n_rows and the ranks of the groups [g0, g1)
+    // x: n_rows pointers to n_in floats. y_stride: a multiple of RANKS.
+    void (*down)(const uint16_t * a, int n_in, const float * const * x, int n_rows, int g0, int g1, float * y,
+                 size_t y_stride);
 
-    // out[t][j] += sum_r y[t * y_stride + r] * bt[r * ldb + j]   for t < n_rows, j0 <= j < j1
-    // bt: f16, B transposed: rank rows of n_out values, ldb apart. out: n_rows pointers to n_out floats.
-    void (*up)(const uint16_t * bt, size_t ldb, int rank, const float * y, size_t y_stride, float * const * out,
-               int n_rows, int j0, int j1);
+    // out[t][j] += sum_r y[t * y_stride + r] * B[j][r]   for t < n_rows and the columns of the blocks [b0, b1)
+    // out: n_rows pointers to n_out floats.
+    void (*up)(const uint16_t * bt, int rank, int n_out, const float * y, size_t y_stride, float * const * out,
+               int n_rows, int b0, int b1);
 };
 
 // The best implementation for the processor this runs on; `force` ("avx512", "avx2", "neon", "plain") asks

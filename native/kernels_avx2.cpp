@@ -2,7 +2,6 @@
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-#include <cmath>
 #include <immintrin.h>
 
 namespace loraproxy {
@@ -10,9 +9,7 @@ namespace avx2 {
 
 using vec = __m256;
 constexpr int LANES = 8;
-constexpr int DOWN_RANKS = 4;
-constexpr int DOWN_ROWS = 2;
-constexpr int UP_ROWS = 4;
+constexpr int ROWS  = 2;
 
 static inline vec zero() { return _mm256_setzero_ps(); }
 static inline vec load(const float * p) { return _mm256_loadu_ps(p); }
@@ -29,8 +26,6 @@ static inline float reduce(vec v) {
     s = _mm_add_ss(s, _mm_shuffle_ps(s, s, 1));
     return _mm_cvtss_f32(s);
 }
-static inline float widen1(uint16_t h) { return _cvtsh_ss(h); }
-static inline float madd1(float a, float b, float c) { return std::fma(a, b, c); }
 
 #include "kernels_impl.h"
 

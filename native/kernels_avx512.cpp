@@ -2,7 +2,6 @@
 
 #if defined(__AVX512F__) && defined(__FMA__) && defined(__F16C__)
 
-#include <cmath>
 #include <immintrin.h>
 
 namespace loraproxy {
@@ -10,9 +9,7 @@ namespace avx512 {
 
 using vec = __m512;
 constexpr int LANES = 16;
-constexpr int DOWN_RANKS = 4;
-constexpr int DOWN_ROWS = 4;
-constexpr int UP_ROWS = 4;
+constexpr int ROWS  = 4;
 
 static inline vec zero() { return _mm512_setzero_ps(); }
 static inline vec load(const float * p) { return _mm512_loadu_ps(p); }
@@ -24,8 +21,6 @@ static inline vec broadcast(float f) { return _mm512_set1_ps(f); }
 static inline vec madd(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 static inline float reduce(vec v) { return _mm512_reduce_add_ps(v); }
-static inline float widen1(uint16_t h) { return _cvtsh_ss(h); }
-static inline float madd1(float a, float b, float c) { return std::fma(a, b, c); }
 
 #include "kernels_impl.h"
 

@@ -3,16 +3,13 @@
 #if defined(__aarch64__) || defined(_M_ARM64)
 
 #include <arm_neon.h>
-#include <cmath>
 
 namespace loraproxy {
 namespace neon {
 
 using vec = float32x4_t;
 constexpr int LANES = 4;
-constexpr int DOWN_RANKS = 4;
-constexpr int DOWN_ROWS = 4;
-constexpr int UP_ROWS = 4;
+constexpr int ROWS  = 2;
 
 static inline vec zero() { return vdupq_n_f32(0.0f); }
 static inline vec load(const float * p) { return vld1q_f32(p); }
@@ -22,8 +19,6 @@ static inline vec broadcast(float f) { return vdupq_n_f32(f); }
 static inline vec madd(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 static inline vec add(vec a, vec b) { return vaddq_f32(a, b); }
 static inline float reduce(vec v) { return vaddvq_f32(v); }
-static inline float widen1(uint16_t h) { return f16_to_f32(h); }
-static inline float madd1(float a, float b, float c) { return std::fma(a, b, c); }
 
 #include "kernels_impl.h"
 

@@ -59,9 +59,7 @@ namespace plain {
 
 struct vec { float v[4]; };
 constexpr int LANES = 4;
-constexpr int DOWN_RANKS = 2;
-constexpr int DOWN_ROWS = 2;
-constexpr int UP_ROWS = 2;
+constexpr int ROWS  = 1;
 
 static inline vec zero() { return {{0.0f, 0.0f, 0.0f, 0.0f}}; }
 static inline vec load(const float * p) { return {{p[0], p[1], p[2], p[3]}}; }
@@ -83,8 +81,6 @@ static inline vec add(vec a, vec b) {
     return a;
 }
 static inline float reduce(vec v) { return (v.v[0] + v.v[1]) + (v.v[2] + v.v[3]); }
-static inline float widen1(uint16_t h) { return f16_to_f32(h); }
-static inline float madd1(float a, float b, float c) { return a * b + c; }
 
 #include "kernels_impl.h"
 

@@ -22,22 +22,51 @@ namespace {
 
 using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// f16 values of `m` (rows, cols), transposed if asked for, scaled by a power of two so that the largest lies
-// just below f16's limit: whatever range the file's type had, nothing overflows and little is subnormal.
-std::vector<uint16_t> to_f16(const float * m, size_t rows, size_t cols, bool transpose, int & exponent) {
+// An exponent e such that values up to `largest` times 2^-e lie just below f16's limit: whatever range the
+// file's type had, nothing overflows and little is subnormal.
+int f16_exponent(const Matrix & m) {
     float largest = 0.0f;
-    for (size_t i = 0; i < rows * cols; ++i) {
-        largest = std::max(largest, std::fabs(m[i]));
+    for (size_t i = 0; i < m.size(); ++i) {
+        largest = std::max(largest, std::fabs(m.data()[i]));
     }
-    exponent = 0;
+    int exponent = 15;
     if (largest > 0.0f) {
         std::frexp(largest, &exponent); // largest = f * 2^exponent, f < 1
-        exponent -= 15;
     }
-    std::vector<uint16_t> out(rows * cols);
-    for (size_t r = 0; r < rows; ++r) {
-        for (size_t c = 0; c < cols; ++c) {
-            out[transpose ? c * rows + r : r * cols + c] = f32_to_f16(std::ldexp(m[r * cols + c], -exponent));
+    return exponent - 15;
+}
+
+// A (rank, n_in) in tiles, B (n_out, rank) in blocks of columns, embeddings' A (rank, n_vocab) by token: see
+// kernels.h and delta.h. Values are scaled by 2^-exponent.
+std::vector<uint16_t> tile_a(const Matrix & a, int exponent) {
+    const size_t          rank = a.shape(0), n_in = a.shape(1), depths = blocks_of(n_in, DEPTH);
+    std::vector<uint16_t> out(blocks_of(rank, RANKS) * depths * RANKS * DEPTH, 0);
+    for (size_t r = 0; r < rank; ++r) {
+        for (size_t k = 0; k < n_in; ++k) {
+            const size_t tile = r / RANKS * depths + k / DEPTH;
+            out[(tile * RANKS + r % RANKS) * DEPTH + k % DEPTH] = f32_to_f16(std::ldexp(a.data()[r * n_in + k], -exponent));
+        }
+    }
+    return out;
+}
+
+std::vector<uint16_t> block_b(const Matrix & b, int exponent) {
+    const size_t          n_out = b.shape(0), rank = b.shape(1);
+    std::vector<uint16_t> out(blocks_of(n_out, COLUMNS) * rank * COLUMNS, 0);
+    for (size_t j = 0; j < n_out; ++j) {
+        for (size_t r = 0; r < rank; ++r) {
+            out[(j / COLUMNS * rank + r) * COLUMNS + j % COLUMNS] = f32_to_f16(std::ldexp(b.data()[j * rank + r], -exponent));
+        }
+    }
+    return out;
+}
+
+std::vector<uint16_t> by_token(const Matrix & a, int exponent) {
+    const size_t          rank = a.shape(0), n = a.shape(1);
+    std::vector<uint16_t> out(rank * n);
+    for (size_t r = 0; r < rank; ++r) {
+        for (size_t i = 0; i < n; ++i) {
+            out[i * rank + r] = f32_to_f16(std::ldexp(a.data()[r * n + i], -exponent));
         }
     }
     return out;
@@ -45,9 +74,7 @@ std::vector<uint16_t> to_f16(const float * m, size_t rows, size_t cols, bool tra
 
 class WeightsBuilder {
 public:
-    explicit WeightsBuilder(const Delta & delta) : targets_(delta.targets()), weights_(std::make_shared<AdapterWeights>()) {
-        weights_->pairs.resize(targets_.size());
-    }
+    explicit WeightsBuilder(const Delta & delta) : targets_(delta.targets()) {}
 
     void add(int target_index, const Matrix & a, const Matrix & b, float scale) {
         if (target_index < 0 || static_cast<size_t>(target_index) >= targets_.size()) {
@@ -61,20 +88,19 @@ public:
                                         std::to_string(target.n_out) + ", rank)");
         }
         nb::gil_scoped_release released;
-        auto pair  = std::make_unique<Pair>();
-        int  ea = 0, eb = 0;
-        pair->rank  = static_cast<int>(rank);
-        pair->a     = to_f16(a.data(), rank, a.shape(1), target.op == Op::get_rows, ea);
-        pair->bt    = to_f16(b.data(), b.shape(0), rank, true, eb);
-        pair->scale = std::ldexp(scale, ea + eb);
-        weights_->pairs[target_index] = std::move(pair);
+        const int               ea = f16_exponent(a), eb = f16_exponent(b);
+        parts_.push_back({target_index, static_cast<int>(rank), std::ldexp(scale, ea + eb),
+                          target.op == Op::get_rows ? by_token(a, ea) : tile_a(a, ea), block_b(b, eb)});
     }
 
-    std::shared_ptr<AdapterWeights> finish() { return std::move(weights_); }
+    std::shared_ptr<AdapterWeights> finish() {
+        nb::gil_scoped_release released;
+        return std::make_shared<AdapterWeights>(targets_.size(), std::move(parts_));
+    }
 
 private:
-    std::vector<Target>             targets_;
-    std::shared_ptr<AdapterWeights> weights_;
+    std::vector<Target>               targets_;
+    std::vector<AdapterWeights::Part> parts_;
 };
 
 llama_context * as_context(uintptr_t address) { return reinterpret_cast<llama_context *>(address); }
@@ -208,6 +234,7 @@ NB_MODULE(_native, m) {
              nb::arg("n_threads"), nb::arg("kernels") = "")
         .def_prop_ro("user_data", [](Delta & self) { return reinterpret_cast<uintptr_t>(&self); })
         .def_prop_ro_static("callback", [](nb::handle) { return reinterpret_cast<uintptr_t>(&Delta::callback); })
+        .def_static("has_kernels", [](const std::string & name) { return choose_kernels(name.c_str()) != nullptr; })
         .def("watch_begin", &Delta::watch_begin)
         .def("watch_end", &Delta::watch_end)
         .def_prop_ro("targets", &Delta::targets)
@@ -216,6 +243,10 @@ NB_MODULE(_native, m) {
         .def("remove_adapter", &Delta::remove_adapter)
         .def("has_adapter", &Delta::has_adapter)
         .def("adapter_bytes", &Delta::adapter_bytes)
+        .def("begin_rows", &Delta::begin_rows)
+        .def("begin_chunk", &Delta::begin_chunk)
+        .def("end", &Delta::end)
+        .def("use_device_kernel", &Delta::use_device_kernel)
         .def_prop_ro("kernel_name", &Delta::kernel_name)
         .def_prop_ro("cuts", &Delta::cuts);
     m.def("decode_rows", &decode_rows, nb::arg("ctx"), nb::arg("delta").none(), nb::arg("tokens"), nb::arg("positions"),

@@ -39,14 +39,17 @@ def physical_cores() -> int:
 class Runtime:
     """A model, one context with ``n_slots`` sequences, and the adapters of its delta path."""
 
-    def __init__(self, model: Model, settings: WorkerSettings) -> None:
-        """Make the context and watch one decode to learn the graph. Raises ModelLoadError."""
+    def __init__(self, model: Model, settings: WorkerSettings, *, kernels: str = "") -> None:
+        """Make the context and watch one decode to learn the graph. Raises ModelLoadError.
+
+        ``kernels``: the delta path's, as in DeltaPath.
+        """
         self.model = model
         self.n_slots = settings.parallel
         self.threads = settings.threads or physical_cores()
         self.threads_batch = settings.threads_batch or self.threads
         per_slot = settings.ctx_size // self.n_slots if settings.ctx_size else min(model.n_ctx_train, MAX_DEFAULT_CTX)
-        self.delta = DeltaPath(self.threads_batch)
+        self.delta = DeltaPath(self.threads_batch, kernels)
         self.context = self._make_context(settings, max(per_slot, 1))
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.address: int = ctypes.cast(self.context, ctypes.c_void_p).value or 0

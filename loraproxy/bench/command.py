@@ -15,13 +15,15 @@ from typing import NoReturn
 
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.bench import processes, report
-from loraproxy.bench.figures import figures_of, median_of
+from loraproxy.bench.figures import Figures, figures_of, median_of
 from loraproxy.bench.machine import describe_machine, load_average
 from loraproxy.bench.memory import measure_memory
 from loraproxy.bench.processes import Driver, Setup
+from loraproxy.bench.quiet import QUIET, Patience, Watch
 from loraproxy.bench.random_adapters import f16_bytes, write_random_adapters
 from loraproxy.bench.report import ENGINE, PEER, PRODUCT, Results
 from loraproxy.bench.scenarios import Scenario, by_slots, scenarios
+from loraproxy.bench.wire import Job
 from loraproxy.errors import InvalidRequest, StartFailed
 
 _USAGE_ERROR = 2
@@ -63,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--llama-server", type=Path, metavar="FILE", help="a llama-server to compare with")
     found.add_argument("--no-llama-server", action="store_true", help="measure the product alone")
     found.add_argument(
+        "--wait", type=float, default=0, metavar="MINUTES", help="how long, in all, to wait for other programs (0)"
+    )
+    found.add_argument(
         "--out", type=Path, default=Path("build/bench"), metavar="DIR", help="for the results (build/bench)"
     )
     return found
@@ -96,6 +101,7 @@ def _measure(options: argparse.Namespace) -> int:
     folder: Path = options.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     _explain(results, binary, folder)
+    patience = Patience(60 * options.wait)
     with TemporaryDirectory(prefix="loraproxy-bench-") as scratch:
         try:
             adapters = write_random_adapters(base, Path(scratch), options.adapters)
@@ -105,12 +111,19 @@ def _measure(options: argparse.Namespace) -> int:
             ctx_size = slots * _round_up(_PROMPT_ROOM + results.n_predict)
             threads = options.threads or _usable_cpus()
             setup = Setup(model, tuple(adapters), slots, ctx_size, threads, folder)
-            _run_group(setup, group, binary, base, results)
+            _run_group(setup, group, binary, base, results, patience)
     _publish(results, folder)
     return 0
 
 
-def _run_group(setup: Setup, group: Sequence[Scenario], binary: Path | None, base: BaseModel, results: Results) -> None:
+def _run_group(
+    setup: Setup,
+    group: Sequence[Scenario],
+    binary: Path | None,
+    base: BaseModel,
+    results: Results,
+    patience: Patience,
+) -> None:
     """Start the servers, run each scenario on each of them in turn, several times, and stop them."""
     with ExitStack() as stack:
         _say(f"starting the servers with {setup.slots} slots")
@@ -126,17 +139,19 @@ def _run_group(setup: Setup, group: Sequence[Scenario], binary: Path | None, bas
                 driver.run(scenario.job(n_predict=2))
         for repeat in range(results.repeats):
             for scenario in group:
-                _take_turns(scenario, drivers, repeat, results)
+                _take_turns(scenario, drivers, repeat, results, patience)
         if results.memory is None:
             adapter_bytes = f16_bytes(base, len(setup.adapters))
             results.memory = measure_memory(server.process.pid, server.log, base, setup.ctx_size, adapter_bytes)
 
 
-def _take_turns(scenario: Scenario, drivers: dict[str, Driver], repeat: int, results: Results) -> None:
+def _take_turns(
+    scenario: Scenario, drivers: dict[str, Driver], repeat: int, results: Results, patience: Patience
+) -> None:
     """One run of the scenario on each server; every second time in reverse order, as machines drift."""
     names = [name for name in drivers if name != ENGINE or scenario.with_engine]
     for name in names if repeat % 2 == 0 else reversed(names):
-        run = figures_of(drivers[name].run(scenario.job(results.n_predict)))
+        run = _run_quietly(drivers[name], scenario.job(results.n_predict), results, patience)
         runs = results.runs.setdefault((scenario.key, name), [])
         runs.append(run)
         results.figures[scenario.key, name] = median_of(runs)
@@ -144,6 +159,19 @@ def _take_turns(scenario: Scenario, drivers: dict[str, Driver], repeat: int, res
             f"{repeat + 1}/{results.repeats} {scenario.title}, {name}: {run.tokens_per_second:.1f} tokens/s,"
             f" first token {run.ttft_p50:.0f} ms, then {run.itl_p50:.1f} ms"
         )
+
+
+def _run_quietly(driver: Driver, job: Job, results: Results, patience: Patience) -> Figures:
+    """One run; as long as there is patience, one that other programs did not disturb."""
+    while True:
+        patience.wait_until_quiet()
+        watch = Watch()
+        run = figures_of(driver.run(job))
+        foreign = watch.foreign_share()
+        if foreign <= QUIET or not patience.left:
+            results.foreign.append(foreign)
+            return run
+        _say(f"other programs took {foreign:.0%} of the CPUs: once more")
 
 
 def _publish(results: Results, folder: Path) -> None:

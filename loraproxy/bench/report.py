@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 
 from loraproxy.bench.figures import Figures
 from loraproxy.bench.memory import ALLOWANCE_MIB, Memory
@@ -28,6 +29,8 @@ class Results:
     figures: dict[tuple[str, str], Figures] = field(default_factory=dict)
     """By the scenario's key and the server's name."""
     runs: dict[tuple[str, str], list[Figures]] = field(default_factory=dict)
+    foreign: list[float] = field(default_factory=list)
+    """The share of the CPUs that other programs took during each run."""
     memory: Memory | None = None
 
     def speed(self, scenario: str, server: str) -> float | None:
@@ -158,6 +161,7 @@ def write_report(results: Results, folder: Path) -> None:
         *(f"- {line}" for line in results.machine),
         f"- {results.n_predict} tokens generated a stream, greedy; prompts of {_prompt_tokens(results):.0f} tokens;"
         f" medians of {results.repeats} runs, the servers taking turns",
+        f"- other programs took {_percent(results.foreign)} of the CPUs during the runs",
         "",
         as_markdown(table(results)),
         "",
@@ -175,9 +179,16 @@ def write_report(results: Results, folder: Path) -> None:
             {"scenario": scenario, "server": server, "runs": [asdict(run) for run in runs]}
             for (scenario, server), runs in results.runs.items()
         ],
+        "foreign_share": results.foreign,
         "memory_mib": asdict(results.memory) if results.memory else None,
     }
     (folder / "results.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _percent(shares: Sequence[float]) -> str:
+    if not shares:
+        return "an unknown share"
+    return f"{median(shares):.1%} (at most {max(shares):.1%})"
 
 
 def _prompt_tokens(results: Results) -> float:

@@ -20,6 +20,7 @@ from loraproxy.bench import main, processes, report
 from loraproxy.bench.client_process import request_body, run_stream
 from loraproxy.bench.figures import Figures, figures_of, median_of
 from loraproxy.bench.memory import Memory, measure_memory
+from loraproxy.bench.quiet import Patience, Watch
 from loraproxy.bench.random_adapters import PROJECTIONS, RANK, f16_bytes, write_random_adapters
 from loraproxy.bench.scenarios import by_slots, prompt, scenarios
 from loraproxy.bench.wire import Job, JobTimes, StreamJob, StreamTimes
@@ -262,6 +263,19 @@ def test_memory_is_that_of_the_worker_among_a_process_s_children(tmp_path):
 def test_without_a_worker_there_is_no_memory_to_measure(tmp_path):
     base = BaseModel.from_gguf(make_tiny_llama(tmp_path / "base.gguf"))
     assert measure_memory(os.getpid(), tmp_path / "log", base, 1024, 0) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="no /proc/stat here")
+def test_our_own_work_is_not_taken_for_that_of_other_programs():
+    watch = Watch()
+    subprocess.run([sys.executable, "-c", "sum(range(10**6))"], check=True)
+    assert 0 <= watch.foreign_share() <= 1
+
+
+def test_without_patience_nothing_is_waited_for():
+    patience = Patience(0)
+    patience.wait_until_quiet()
+    assert not patience.left
 
 
 def test_a_llama_server_that_does_not_exist_is_refused(tmp_path):

@@ -22,7 +22,7 @@ class Watch:
         """The share of all CPUs that was taken by programs other than this one and its children; 0 without /proc."""
         elapsed = (time.monotonic() - self._began) * (os.cpu_count() or 1)
         foreign = _busy_seconds() - self._busy - (_own_seconds(os.getpid()) - self._own)
-        return max(foreign / elapsed, 0.0) if elapsed > 0 else 0.0
+        return min(max(foreign / elapsed, 0.0), 1.0) if elapsed > 0 else 0.0
 
 
 class Patience:
@@ -56,11 +56,11 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds(pid: int) -> float:
-    """CPU seconds of a process and of its living descendants."""
+    """CPU seconds of a process and of its descendants."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return 0.0
-    ticks = int(stat[11]) + int(stat[12])  # utime and stime, proc(5)
+    ticks = sum(map(int, stat[11:15]))  # utime and stime, its own and those of children that ended: proc(5)
     return ticks / os.sysconf("SC_CLK_TCK") + sum(_own_seconds(int(child)) for child in children)

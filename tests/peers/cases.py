@@ -159,8 +159,12 @@ CASES = [
     post("chat", "/v1/chat/completions", CHAT, *CHOICE),
     post("chat without v1", "/chat/completions", CHAT, *CHOICE),
     post("chat with logprobs", "/v1/chat/completions", CHAT | LOGPROBS, *CHOICE),
+    # where the object ends hangs on the rounding of the build's arithmetic
     post(
-        "chat with json object", "/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, *CHOICE
+        "chat with json object",
+        "/v1/chat/completions",
+        {**CHAT, "response_format": {"type": "json_object"}},
+        *CHOICE[1:],
     ),
     post(
         "chat with prefill",
@@ -219,3 +223,12 @@ DIFFERENCES: dict[str, str] = {
     "broken json: $.error": "400 where llama-server says 500: the request is wrong, not the server",
 }
 """Paths that differ on purpose, each with the reason; ``name: path`` for one case, ``path`` for all."""
+
+NEWER_KEYS = ("adaptive_target", "adaptive_decay", "supports_reasoning_effort")
+"""Keys that llama-server gained after some build that these tests run beside; compared only where it has them."""
+
+NEWER_DEFAULTS = ("dry_penalty_last_n",)
+"""Keys whose default changed with them: without them, only the types are compared."""
+
+NEWER_METRICS = frozenset({"llamacpp:prompt_tokens_cached_total"})
+"""The same for metrics."""

@@ -200,9 +200,7 @@ class Engine:
     def counters(self) -> EngineCounters:
         """Totals since the start."""
         scheduler = self._stepper.scheduler
-        return replace(
-            self._stepper.counters.snapshot(), processing=len(scheduler.running()), deferred=scheduler.n_waiting
-        )
+        return replace(self._stepper.counters, processing=len(scheduler.running()), deferred=scheduler.n_waiting)
 
     def close(self) -> None:
         """End the thread and free everything. Generations that still run fail."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
 from loraproxy import _native
 from loraproxy.config import WorkerSettings
@@ -18,24 +17,6 @@ from loraproxy.worker.types import Candidate, Done, EngineCounters, Event, Progr
 log = logging.getLogger("loraproxy.engine")
 
 
-@dataclass
-class Totals:
-    """The running totals behind EngineCounters."""
-
-    prompt_tokens: int = 0
-    prompt_tokens_cached: int = 0
-    prompt_seconds: float = 0.0
-    predicted_tokens: int = 0
-    predicted_seconds: float = 0.0
-    decodes: int = 0
-    busy_slots: int = 0
-    n_tokens_max: int = 0
-
-    def snapshot(self) -> EngineCounters:
-        """The totals as they are now."""
-        return EngineCounters(**vars(self))
-
-
 class Stepper:
     """Runs steps in the engine's thread and collects their events."""
 
@@ -43,7 +24,7 @@ class Stepper:
         self.runtime = runtime
         self.scheduler = Scheduler(runtime.n_slots)
         self.cache = PrefixCache(settings.cache_ram_mib << 20, runtime.prompt_chunk)
-        self.counters = Totals()
+        self.counters = EngineCounters()
         self._budget = max(settings.prompt_budget, runtime.prompt_chunk)
         self._events: list[tuple[Sequence, Event | ApiError]] = []
 

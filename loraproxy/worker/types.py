@@ -183,9 +183,9 @@ class SlotView:
     n_prompt_tokens_cache: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineCounters:
-    """Totals since the start, for ``GET /metrics``; times in seconds."""
+    """Totals since the start, for ``GET /metrics``; times in seconds. The engine counts up its own instance."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0

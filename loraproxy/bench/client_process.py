@@ -27,8 +27,8 @@ def request_body(stream: StreamJob, n_predict: int) -> bytes:
         "cache_prompt": False,
         "stream": True,
     }
-    if stream.adapter is not None:
-        body["lora"] = [{"id": stream.adapter, "scale": 1.0}]
+    # explicit for the base model too: llama-server was seen applying every adapter to requests without the field
+    body["lora"] = [] if stream.adapter is None else [{"id": stream.adapter, "scale": 1.0}]
     return json.dumps(body).encode()
 
 

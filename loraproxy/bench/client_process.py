@@ -1,4 +1,4 @@
-"""``python -m loraproxy.bench.client_process HOST PORT``: drive a server over HTTP, in a process of its own.
+"""``python -m loraproxy.bench.client_process HOST PORT ADAPTERS``: drive a server over HTTP, in a process of its own.
 
 Its requests are the same for the product and for llama-server, and so is its cost.
 """
@@ -17,8 +17,12 @@ from loraproxy.bench.wire import Job, StreamJob, StreamTimes, answer_jobs
 _LINE_LIMIT = 1 << 22
 
 
-def request_body(stream: StreamJob, n_predict: int) -> bytes:
-    """The JSON of ``POST /completion``, understood by llama-server and by the product alike."""
+def request_body(stream: StreamJob, n_predict: int, n_adapters: int) -> bytes:
+    """The JSON of ``POST /completion``, understood by llama-server and by the product alike.
+
+    Every adapter of the server has its scale in it: llama-server was seen applying all of them at full scale to
+    requests without ``lora``, and to those where it is empty.
+    """
     body: dict[str, Any] = {
         "prompt": stream.prompt,
         "n_predict": n_predict,
@@ -27,8 +31,7 @@ def request_body(stream: StreamJob, n_predict: int) -> bytes:
         "cache_prompt": False,
         "stream": True,
     }
-    # explicit for the base model too: llama-server was seen applying every adapter to requests without the field
-    body["lora"] = [] if stream.adapter is None else [{"id": stream.adapter, "scale": 1.0}]
+    body["lora"] = [{"id": i, "scale": 1.0 if i == stream.adapter else 0.0} for i in range(n_adapters)]
     return json.dumps(body).encode()
 
 
@@ -75,13 +78,13 @@ async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
                 yield event.removeprefix(b"data: ")
 
 
-async def _main(host: str, port: int) -> None:
+async def _main(host: str, port: int, n_adapters: int) -> None:
     async def run(job: Job) -> tuple[StreamTimes, ...]:
-        streams = (run_stream(host, port, request_body(stream, job.n_predict)) for stream in job.streams)
+        streams = (run_stream(host, port, request_body(stream, job.n_predict, n_adapters)) for stream in job.streams)
         return tuple(await asyncio.gather(*streams))
 
     await answer_jobs(run)
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

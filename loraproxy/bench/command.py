@@ -128,10 +128,10 @@ def _run_group(
     with ExitStack() as stack:
         _say(f"starting the servers with {setup.slots} slots")
         server = stack.enter_context(processes.product(setup))
-        drivers = {PRODUCT: stack.enter_context(processes.http_driver(server))}
+        drivers = {PRODUCT: stack.enter_context(processes.http_driver(server, len(setup.adapters)))}
         if binary is not None:
             peer = stack.enter_context(processes.llama_server(setup, binary))
-            drivers[PEER] = stack.enter_context(processes.http_driver(peer))
+            drivers[PEER] = stack.enter_context(processes.http_driver(peer, len(setup.adapters)))
         if any(scenario.with_engine for scenario in group):
             drivers[ENGINE] = stack.enter_context(processes.engine_driver(setup))
         for driver in drivers.values():

@@ -183,10 +183,10 @@ class Driver:
 
 
 @contextmanager
-def http_driver(server: ServerProcess) -> Iterator[Driver]:
-    """A client in a process of its own."""
+def http_driver(server: ServerProcess, n_adapters: int) -> Iterator[Driver]:
+    """A client in a process of its own; the server has ``n_adapters`` adapters."""
     log = server.log.with_suffix(".client.log")
-    driver = Driver(["loraproxy.bench.client_process", "127.0.0.1", str(server.port)], log)
+    driver = Driver(["loraproxy.bench.client_process", "127.0.0.1", str(server.port), str(n_adapters)], log)
     try:
         yield driver
     finally:

@@ -76,7 +76,7 @@ END = 'data: {"content":"","stop":true,"tokens_predicted":2,"tokens_evaluated":4
 
 async def test_the_client_notes_the_arrival_of_every_token_and_of_nothing_else():
     async with server(token("data: {"), ": still here\n\n", token("x"), END) as port:
-        times = await run_stream("127.0.0.1", port, request_body(JOB.streams[0], 2))
+        times = await run_stream("127.0.0.1", port, request_body(JOB.streams[0], 2, 0))
     assert len(times.arrivals) == times.n_tokens == 2
     assert times.n_prompt == 45
     assert times.sent <= times.arrivals[0] <= times.arrivals[1]
@@ -85,17 +85,17 @@ async def test_the_client_notes_the_arrival_of_every_token_and_of_nothing_else()
 async def test_an_error_instead_of_a_stream_is_reported_with_its_body():
     async with server(status=400) as port:
         with pytest.raises(RuntimeError, match=r"400 Bad Request: .*no such adapter"):
-            await run_stream("127.0.0.1", port, request_body(JOB.streams[0], 2))
+            await run_stream("127.0.0.1", port, request_body(JOB.streams[0], 2, 0))
 
 
 async def test_a_stream_that_breaks_off_is_an_error():
     async with server(token("x")) as port:
         with pytest.raises(RuntimeError, match="broke off"):
-            await run_stream("127.0.0.1", port, request_body(JOB.streams[0], 2))
+            await run_stream("127.0.0.1", port, request_body(JOB.streams[0], 2, 0))
 
 
 def test_requests_are_greedy_uncached_and_name_their_adapter_as_llama_server_has_it():
-    base, adapted = (json.loads(request_body(stream, 64)) for stream in JOB.streams)
+    base, adapted = (json.loads(request_body(stream, 64, 4)) for stream in JOB.streams)
     assert base == {
         "prompt": "a",
         "n_predict": 64,
@@ -103,14 +103,15 @@ def test_requests_are_greedy_uncached_and_name_their_adapter_as_llama_server_has
         "ignore_eos": True,
         "cache_prompt": False,
         "stream": True,
+        "lora": [{"id": i, "scale": 0.0} for i in range(4)],
     }
-    assert adapted["lora"] == [{"id": 3, "scale": 1.0}]
+    assert adapted["lora"] == [{"id": i, "scale": 1.0 if i == 3 else 0.0} for i in range(4)]
 
 
 async def test_a_driver_answers_jobs_one_after_another_and_ends_with_its_input(tmp_path):
     async with server(token("x"), token("y"), END) as port:
         driver = await asyncio.to_thread(
-            processes.Driver, ["loraproxy.bench.client_process", "127.0.0.1", str(port)], tmp_path / "log"
+            processes.Driver, ["loraproxy.bench.client_process", "127.0.0.1", str(port), "4"], tmp_path / "log"
         )
         times = [await asyncio.to_thread(driver.run, JOB) for _ in range(2)]
         await asyncio.to_thread(driver.close)
@@ -121,7 +122,7 @@ async def test_a_driver_answers_jobs_one_after_another_and_ends_with_its_input(t
 async def test_a_failed_request_fails_the_job_with_its_reason(tmp_path):
     async with server(status=400) as port:
         driver = await asyncio.to_thread(
-            processes.Driver, ["loraproxy.bench.client_process", "127.0.0.1", str(port)], tmp_path / "log"
+            processes.Driver, ["loraproxy.bench.client_process", "127.0.0.1", str(port), "4"], tmp_path / "log"
         )
         with pytest.raises(StartFailed, match="no such adapter"):
             await asyncio.to_thread(driver.run, JOB)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
@@ -14,7 +15,7 @@ from loraproxy.config import WorkerAdapter
 from loraproxy.errors import ApiError, InvalidRequest, NotFound, NotSupported, PayloadTooLarge, ServerError, Unavailable
 from loraproxy.worker import info
 from loraproxy.worker.answers import Answer, Job, dumps
-from loraproxy.worker.chat import chat_to_completion
+from loraproxy.worker.chat import ChatPrompt, chat_to_completion
 from loraproxy.worker.completions import JSON_TYPE, run
 from loraproxy.worker.fields import Fields, wrong
 from loraproxy.worker.native_api import NativeAnswer
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_GENERATIONS = 1024
+"""Completions that one request may ask for: its prompts times ``n``."""
+MAX_CANDIDATES = 4_000_000
+"""Tokens with probabilities that one answer may have; each takes some hundred bytes until it is sent."""
+QUICK_BODY_BYTES = 16 * 1024
+SLOW_FIELDS = ("grammar", "json_schema", "response_format", "logit_bias")
+"""A larger body, or one with these fields, is read beside the event loop, which has streams to serve."""
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 UNSUPPORTED = (
@@ -108,6 +117,12 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     except web.HTTPRequestEntityTooLarge:
         raise PayloadTooLarge(f"the request body is larger than {MAX_BODY_BYTES} bytes") from None
     return parse_json_object(raw)
+
+
+async def beside_the_loop(request: web.Request, body: Mapping[str, Any], work: Callable[[], T]) -> T:
+    """The result of ``work`` on ``body``, computed in a thread where that could take long."""
+    quick = len(await request.read()) <= QUICK_BODY_BYTES and not any(body.get(name) for name in SLOW_FIELDS)
+    return work() if quick else await asyncio.to_thread(work)
 
 
 class WorkerApp:
@@ -199,7 +214,7 @@ class WorkerApp:
     async def completion(self, request: web.Request) -> web.StreamResponse:
         """``POST /completion``: llama-server's own format."""
         body = await read_body(request)
-        generations, params = self._prepare(body)
+        generations, params = await beside_the_loop(request, body, lambda: self._prepare(body))
         answer = NativeAnswer(params, self.engine.model.alias, self.engine.model, generations)
         return await self._run(request, generations, params, answer)
 
@@ -209,13 +224,13 @@ class WorkerApp:
         for name, harmless in (("echo", (False,)), ("suffix", ("",)), ("best_of", (1,))):
             if body.get(name) is not None and body[name] not in harmless:
                 raise NotSupported(f"Field '{name}' is not supported by this server")
-        generations, params = self._prepare(body)
+        generations, params = await beside_the_loop(request, body, lambda: self._prepare(body))
         return await self._run(request, generations, params, CompletionAnswer(params, self.engine.model.alias))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/chat/completions``: OpenAI's chats."""
-        chat = chat_to_completion(await read_body(request), self.template)
-        generations, params = self._prepare(chat.body)
+        body = await read_body(request)
+        chat, generations, params = await beside_the_loop(request, body, lambda: self._prepare_chat(body))
         answer = ChatAnswer(params, self.engine.model.alias, chat.prefill, chat.streamed_prefill)
         return await self._run(request, generations, params, answer)
 
@@ -224,8 +239,26 @@ class WorkerApp:
             raise InvalidRequest('"prompt" is required')
         prompts = tokenize_prompts(self.engine.model, body["prompt"])
         params = parse_params(body, self.engine.model, self._adapter_ids, self.engine.n_slots)
+        if len(prompts) * params.n_cmpl > MAX_GENERATIONS:
+            raise InvalidRequest(
+                f"the request asks for {len(prompts) * params.n_cmpl} completions; at most {MAX_GENERATIONS} are taken"
+            )
         generations = tuple(params.generation(prompt, child) for prompt in prompts for child in range(params.n_cmpl))
+        self._check_candidates(generations)
         return generations, params
+
+    def _prepare_chat(self, body: dict[str, Any]) -> tuple[ChatPrompt, tuple[Generation, ...], CompletionParams]:
+        chat = chat_to_completion(body, self.template)
+        return chat, *self._prepare(chat.body)
+
+    def _check_candidates(self, generations: Sequence[Generation]) -> None:
+        room = self.engine.n_ctx_slot
+        candidates = sum(one.n_probs * (room if one.n_predict < 0 else min(one.n_predict, room)) for one in generations)
+        if candidates > MAX_CANDIDATES:
+            raise InvalidRequest(
+                f"the answer could have the probabilities of {candidates} tokens, but at most {MAX_CANDIDATES} are"
+                " given: lower n_probs (logprobs) or n_predict (max_tokens)"
+            )
 
     async def _run(
         self, request: web.Request, generations: tuple[Generation, ...], params: CompletionParams, answer: Answer
@@ -241,13 +274,12 @@ class WorkerApp:
         content = body.get("content")
         if content is None:
             return json_response({"tokens": []})
-        tokens = tokenize_mixed(
-            vocab,
-            content,
-            "content",
-            add_special=fields.flag("add_special", False),
-            parse_special=fields.flag("parse_special", True),
-        )
+        add, parse = fields.flag("add_special", False), fields.flag("parse_special", True)
+
+        def work() -> list[int]:
+            return tokenize_mixed(vocab, content, "content", add_special=add, parse_special=parse)
+
+        tokens = await beside_the_loop(request, body, work)
         if fields.flag("with_pieces", False):
             pieces = [{"id": token, "piece": piece_json(vocab.piece(token, special=True))} for token in tokens]
             return json_response({"tokens": pieces})
@@ -255,18 +287,20 @@ class WorkerApp:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """``POST /detokenize``."""
-        tokens = (await read_body(request)).get("tokens")
+        body = await read_body(request)
+        tokens = body.get("tokens")
         if tokens is None:
             tokens = []
         if not isinstance(tokens, list) or not all(map(is_token, tokens)):
             raise wrong("tokens", "an array of token ids", tokens)
-        return json_response(
-            {"content": detokenize(self.engine.model, checked_tokens(self.engine.model, tokens, "tokens"))}
-        )
+        vocab, checked = self.engine.model, checked_tokens(self.engine.model, tokens, "tokens")
+        return json_response({"content": await beside_the_loop(request, body, lambda: detokenize(vocab, checked))})
 
     async def apply_template(self, request: web.Request) -> web.Response:
         """``POST /apply-template``: the prompt that a chat request would have."""
-        return json_response({"prompt": chat_to_completion(await read_body(request), self.template).body["prompt"]})
+        body = await read_body(request)
+        chat = await beside_the_loop(request, body, lambda: chat_to_completion(body, self.template))
+        return json_response({"prompt": chat.body["prompt"]})
 
     # about the worker
 

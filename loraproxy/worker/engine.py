@@ -87,7 +87,7 @@ class Engine:
         Raises, before the first event, ContextExceeded or InvalidRequest; later, ServerError if a step failed.
         """
         events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
-        sequence = self._sequence(generation, events)
+        sequence = await self._built(generation, events)
         self._loop = asyncio.get_running_loop()
         self._inbox.put(sequence)
         try:
@@ -102,6 +102,13 @@ class Engine:
             if not sequence.finished:
                 sequence.cancelled = True
                 self._inbox.put(None)
+
+    async def _built(self, generation: Generation, events: asyncio.Queue[Event | ApiError]) -> Sequence:
+        """The sequence; one whose sampler takes long to build is built beside the event loop."""
+        sampling = generation.sampling
+        if sampling.grammar or sampling.dry_multiplier:
+            return await asyncio.to_thread(self._sequence, generation, events)
+        return self._sequence(generation, events)
 
     def _sequence(self, generation: Generation, events: asyncio.Queue[Event | ApiError]) -> Sequence:
         n_prompt = len(generation.prompt)

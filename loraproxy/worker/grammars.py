@@ -10,9 +10,8 @@ from llama_cpp.llama_grammar import json_schema_to_gbnf
 
 from loraproxy.errors import InvalidRequest
 from loraproxy.worker.fields import wrong
+from loraproxy.worker.grammar_check import MAX_REPETITIONS, check_grammar
 
-MAX_REPETITIONS = 2000
-"""llama.cpp's grammar parser refuses more (MAX_REPETITION_THRESHOLD in src/llama-grammar.cpp)."""
 _REPETITIONS = ("minLength", "maxLength", "minItems", "maxItems")
 
 
@@ -56,6 +55,9 @@ def requested_grammar(data: Mapping[str, Any]) -> str:
     if grammar is not None:
         if not isinstance(grammar, str):
             raise wrong("grammar", "a string in GBNF", grammar)
-        return grammar
-    schema = data.get("json_schema")
-    return "" if schema is None else grammar_of_schema(schema)
+    else:
+        schema = data.get("json_schema")
+        grammar = "" if schema is None else grammar_of_schema(schema)
+    if grammar:
+        check_grammar(grammar)
+    return grammar

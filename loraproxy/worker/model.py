@@ -44,7 +44,7 @@ class Model:
         self.handle = handle
         self._vocab = llama_cpp.llama_model_get_vocab(handle)
         self._describe()
-        self._pieces: dict[int, bytes] = {}
+        self._pieces: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})
         self._eog: dict[int, bool] = {}
 
     def _describe(self) -> None:
@@ -109,8 +109,9 @@ class Model:
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token; a special token is empty unless ``special``."""
-        if not special and token in self._pieces:
-            return self._pieces[token]
+        known = self._pieces[special]
+        if token in known:
+            return known[token]
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -118,9 +119,7 @@ class Model:
             if n >= 0:
                 break
             size = -n
-        result = buffer.raw[:n]
-        if not special:
-            self._pieces[token] = result
+        result = known[token] = buffer.raw[:n]
         return result
 
     def detokenize(self, tokens: Sequence[int]) -> str:

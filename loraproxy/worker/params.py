@@ -15,7 +15,7 @@ from typing import Any
 
 from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.errors import InvalidRequest, NotSupported
-from loraproxy.worker.fields import INT32_MAX, Fields, as_integer, as_number, as_strings, shown, wrong
+from loraproxy.worker.fields import FLOAT32_MAX, INT32_MAX, Fields, as_integer, as_number, as_strings, shown, wrong
 from loraproxy.worker.grammars import requested_grammar
 from loraproxy.worker.prompts import Tokens, Vocabulary, is_token
 from loraproxy.worker.types import Generation, SamplingParams
@@ -23,6 +23,10 @@ from loraproxy.worker.types import Generation, SamplingParams
 logger = logging.getLogger(__name__)
 
 RANDOM_SEED = 0xFFFFFFFF
+MAX_STOP_STRINGS = 256
+MAX_SEQUENCE_BREAKERS = 64
+MAX_SAMPLERS = 64
+"""Each of these costs time for every token, in the thread that serves everybody."""
 DEFAULTS = SamplingParams()
 
 _SAMPLER_CHARS = {
@@ -179,6 +183,11 @@ def _n_probs(fields: Fields, n_vocab: int) -> int:
     return max(0, min(n_vocab, as_integer(name, value)))
 
 
+def _check_count(name: str, values: Collection[object], most: int) -> None:
+    if len(values) > most:
+        raise InvalidRequest(f"Field '{name}': {len(values)} entries, but at most {most} are taken")
+
+
 def _stop_strings(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -186,6 +195,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
         value = [value]
     elif not isinstance(value, list):
         raise wrong("stop", "a string or an array of strings", value)
+    _check_count("stop", value, MAX_STOP_STRINGS)
     return tuple(word for word in as_strings("stop", value) if word)
 
 
@@ -196,6 +206,7 @@ def _sequence_breakers(fields: Fields) -> tuple[str, ...]:
     breakers = as_strings(*found)
     if not breakers:
         raise wrong("dry_sequence_breakers", "a non-empty array of strings", found[1])
+    _check_count("dry_sequence_breakers", breakers, MAX_SEQUENCE_BREAKERS)
     return breakers
 
 
@@ -209,6 +220,7 @@ def _samplers(value: Any) -> tuple[str, ...]:
         known, spellings = _SAMPLER_NAMES, [name.lower() for name in as_strings("samplers", value)]
     else:
         raise wrong("samplers", "an array of sampler names or a string of sampler letters", value)
+    _check_count("samplers", spellings, MAX_SAMPLERS)
     chain = []
     for spelling in spellings:
         name = known.get(spelling)
@@ -240,7 +252,14 @@ def _logit_bias(value: Any, vocab: Vocabulary) -> tuple[tuple[int, float], ...]:
             biases += _biased(pair[0], pair[1], vocab)
     else:
         raise wrong("logit_bias", "an array of [token, bias] pairs or an object of them", value)
-    return tuple(biases)
+    total: dict[int, float] = {}
+    for token, amount in biases:
+        total[token] = total.get(token, 0.0) + amount
+    return tuple((token, amount if amount == -math.inf else _in_float32(amount)) for token, amount in total.items())
+
+
+def _in_float32(value: float) -> float:
+    return max(-FLOAT32_MAX, min(FLOAT32_MAX, value))
 
 
 def _biased(token: Any, bias: Any, vocab: Vocabulary) -> list[tuple[int, float]]:

@@ -11,6 +11,7 @@ import ctypes
 import os
 
 import llama_cpp
+import numpy as np
 
 from loraproxy import _native
 from loraproxy.config import WorkerSettings
@@ -50,18 +51,18 @@ class Runtime:
         self.threads_batch = settings.threads_batch or self.threads
         per_slot = settings.ctx_size // self.n_slots if settings.ctx_size else min(model.n_ctx_train, MAX_DEFAULT_CTX)
         self.delta = DeltaPath(self.threads_batch, kernels)
+        self.prompt_chunk = min(settings.prompt_chunk, settings.ubatch_size, settings.batch_size, max(per_slot, 1))
         self.context = self._make_context(settings, max(per_slot, 1))
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.address: int = ctypes.cast(self.context, ctypes.c_void_p).value or 0
         self.n_ctx_slot: int = llama_cpp.llama_n_ctx_seq(self.context)
-        self.prompt_chunk = min(settings.prompt_chunk, settings.ubatch_size, self.n_ctx_slot)
         self._watch()
 
     def _make_context(self, settings: WorkerSettings, per_slot: int) -> llama_cpp.llama_context_p:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = per_slot * self.n_slots
-        params.n_batch = max(settings.batch_size, self.n_slots)
-        params.n_ubatch = max(min(settings.ubatch_size, params.n_batch), self.n_slots)
+        # no decode is larger than a prompt chunk or a step: compute buffers for more would lie idle
+        params.n_batch = params.n_ubatch = max(self.prompt_chunk, self.n_slots, 2)
         params.n_seq_max = self.n_slots
         params.n_outputs_max = self.n_slots
         # the delta path's kernels and ggml share one pool of threads, whose size must not change
@@ -114,7 +115,12 @@ class Runtime:
     # -- decodes -------------------------------------------------------------------------------------------
 
     def prefill(self, sequence: int, tokens: list[int], first: int, adapters: NativeSet, last_logits: bool) -> None:
-        """Decode one prompt chunk: ``tokens`` at positions ``first``... of ``sequence``. Raises StepFailed."""
+        """Decode one prompt chunk: ``tokens`` at positions ``first``... of ``sequence``.
+
+        Raises StepFailed; ValueError for more than ``prompt_chunk`` tokens, on which llama.cpp would abort.
+        """
+        if len(tokens) > self.prompt_chunk:
+            raise ValueError(f"{len(tokens)} tokens are more than a chunk of {self.prompt_chunk}")
         self._check(
             *_native.decode_chunk(self.address, self.delta.native, tokens, first, sequence, last_logits, adapters)
         )
@@ -123,6 +129,17 @@ class Runtime:
         """Decode one token of each of the sequences ``first_sequence``...; all give logits. Raises StepFailed."""
         sequences = list(range(first_sequence, first_sequence + len(tokens)))
         self._check(*_native.decode_rows(self.address, self.delta.native, tokens, positions, sequences, adapters))
+
+    def is_finite(self, row: int) -> bool:
+        """Whether every logit of a row of the last decode is a finite number: else no sampler may see it.
+
+        An adapter's scale or weights can be so large that activations overflow. Sorting by what is not a number
+        is undefined in C++.
+        """
+        pointer = llama_cpp.llama_get_logits_ith(self.context, row)
+        logits = np.ctypeslib.as_array(pointer, (self.model.n_vocab,))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return bool(np.isfinite(logits.sum()) or np.isfinite(logits).all())
 
     def needs_company(self, position: int) -> bool:
         """Whether a lone sequence at ``position`` must be decoded beside an idle one.

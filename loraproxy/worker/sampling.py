@@ -25,14 +25,19 @@ _Build = Callable[[Model, SamplingParams, int], "llama_cpp.llama_sampler_p"]
 def _dry(model: Model, p: SamplingParams, n_ctx: int) -> llama_cpp.llama_sampler_p:
     breakers = [b.encode() for b in p.dry_sequence_breakers]
     array = (ctypes.c_char_p * len(breakers))(*breakers)
-    last_n = n_ctx if p.dry_penalty_last_n < 0 else p.dry_penalty_last_n
+    last_n = _window(p.dry_penalty_last_n, n_ctx)
     return llama_cpp.llama_sampler_init_dry(
         model.vocab, p.dry_multiplier, p.dry_base, p.dry_allowed_length, last_n, array, len(breakers)
     )
 
 
+def _window(last_n: int, n_ctx: int) -> int:
+    """Tokens to look back on; llama.cpp reserves memory for them, so no more than there can be."""
+    return n_ctx if last_n < 0 else min(last_n, n_ctx)
+
+
 def _penalties(model: Model, p: SamplingParams, n_ctx: int) -> llama_cpp.llama_sampler_p:
-    last_n = n_ctx if p.repeat_last_n < 0 else p.repeat_last_n
+    last_n = _window(p.repeat_last_n, n_ctx)
     return llama_cpp.llama_sampler_init_penalties(
         model.n_vocab, last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty
     )
@@ -131,6 +136,10 @@ class Sampler:
         if self._grammar:
             llama_cpp.llama_sampler_free(self._grammar)
         self._chain = self._grammar = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_chain"):  # one that nobody came to use: its client left while it was built
+            self.close()
 
 
 def _back(last_n: int) -> int:

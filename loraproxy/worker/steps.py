@@ -194,6 +194,7 @@ class Stepper:
     # -- sampling ------------------------------------------------------------------------------------------
 
     def _sample(self, rows: list[tuple[int, Sequence]]) -> None:
+        rows = [(row, s) for row, s in rows if self._has_logits(row, s)]
         plain = [(row, s) for row, s in rows if not s.generation.post_sampling_probs]
         tokens = _native.sample_rows(
             self.runtime.address,
@@ -210,6 +211,13 @@ class Stepper:
         for row, sequence in rows:
             if sequence.generation.post_sampling_probs:
                 self._sample_with_probs(row, sequence)
+
+    def _has_logits(self, row: int, sequence: Sequence) -> bool:
+        if self.runtime.is_finite(row):
+            return True
+        why = "is an adapter's scale too large?" if sequence.native_set else "is the model file damaged?"
+        self._fail(sequence, ServerError(f"the model's output is no finite number; {why}"))
+        return False
 
     def _sample_with_probs(self, row: int, sequence: Sequence) -> None:
         sampler, n = sequence.sampler, sequence.generation.n_probs

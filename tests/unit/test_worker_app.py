@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -322,6 +323,46 @@ async def test_openai_fields_that_would_change_the_answer_are_501(servers: Serve
     client, _ = await servers.start(spoken("a"))
     status, _ = await post(client, "/v1/completions", {"prompt": "x", **field})
     assert status == 501
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": ["x"] * 1025}, "asks for 1025 completions; at most 1024"),
+        ({"prompt": ["x"] * 600, "n": 2}, "asks for 1200 completions; at most 1024"),
+        ({"prompt": ["x"] * 600, "n_probs": 256}, "probabilities of 4915200 tokens, but at most 4000000"),
+        ({"prompt": ["x"] * 1000, "n_probs": 256, "n_predict": 16}, "probabilities of 4096000 tokens"),
+    ],
+)
+async def test_one_request_cannot_ask_for_more_than_the_memory_holds(servers: Servers, body: Any, message: str) -> None:
+    client, engine = await servers.start(spoken("x"))
+    status, answer = await post(client, "/completion", body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert message in answer["error"]["message"]
+    assert not engine.seen
+
+
+async def test_a_large_body_is_read_beside_the_event_loop(servers: Servers) -> None:
+    """A stream goes on while a long prompt is tokenized: the tokenizer waits for the stream's next event."""
+    client, engine = await servers.start(spoken("x"))
+    loop, passed = asyncio.get_running_loop(), threading.Event()
+    tokenize = engine.model.tokenize
+
+    def slow(text: str, **options: bool) -> list[int]:
+        loop.call_soon_threadsafe(passed.set)
+        assert passed.wait(10), "the event loop stands still"
+        return tokenize(text[:3], **options)
+
+    engine.model.tokenize = slow  # type: ignore[method-assign]
+    long = "x" * 20_000
+    for path, body in {
+        "/completion": {"prompt": long},
+        "/v1/completions": {"prompt": long},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": long}]},
+        "/tokenize": {"content": long},
+    }.items():
+        passed.clear()
+        assert (await post(client, path, body))[0] == 200
 
 
 async def test_tokenize_and_detokenize(servers: Servers) -> None:

@@ -11,6 +11,7 @@ from scripted import ByteModel
 
 from loraproxy.errors import InvalidRequest, NotSupported
 from loraproxy.worker.app import parse_json_object
+from loraproxy.worker.fields import FLOAT32_MAX
 from loraproxy.worker.params import CompletionParams, parse_params
 from loraproxy.worker.prompts import tokenize_mixed, tokenize_prompts
 from loraproxy.worker.settings_view import Shown, full_settings
@@ -71,6 +72,10 @@ def test_soft_limits_clamp_as_in_llama_server() -> None:
         ("logit_bias", [[1, 2, 3]], "pairs of a token and a bias"),
         ("logit_bias", [[1.5, 2]], "a token id or a string"),
         ("response_fields", ["a", 1], "an array of strings"),
+        ("stop", ["x"] * 257, "257 entries, but at most 256 are taken"),
+        ("dry_sequence_breakers", ["x"] * 65, "65 entries, but at most 64 are taken"),
+        ("samplers", ["top_k"] * 65, "65 entries, but at most 64 are taken"),
+        ("samplers", "z" * 10_000, "10000 entries, but at most 64 are taken"),
         ("lora", {"id": 0}, "an array of objects"),
         ("lora", [0], "objects with"),
         ("lora", [{"id": 0}], "objects with"),
@@ -127,6 +132,14 @@ def test_logit_bias_takes_pairs_objects_strings_and_false() -> None:
         (6, -math.inf),
     )
     assert parse(logit_bias={"5": 1, "z": 2, "9999": 3}).sampling.logit_bias == ((5, 1.0), (122, 2.0))
+
+
+def test_biases_of_one_token_are_added_up_within_what_a_float_can_hold() -> None:
+    assert parse(logit_bias=[[5, 1.5], [6, 1], [5, -1]]).sampling.logit_bias == ((5, 0.5), (6, 1.0))
+    assert parse(logit_bias=[[5, 3e38]] * 4).sampling.logit_bias == ((5, FLOAT32_MAX),)
+    assert parse(logit_bias=[[5, -3e38]] * 4).sampling.logit_bias == ((5, -FLOAT32_MAX),)
+    assert parse(logit_bias=[[5, False], [5, 3e38]]).sampling.logit_bias == ((5, -math.inf),)
+    assert len(parse(logit_bias=[[i % 200, 1.0] for i in range(100_000)]).sampling.logit_bias) == 200
 
 
 def test_adapters_are_canonical() -> None:

@@ -18,7 +18,8 @@ SECONDS = 900
 """Mesa compiles every shader for the processor, which takes most of the time."""
 
 MAX_ERROR = 0.005
-"""Of values whose root mean square is about 1, with deltas of about 0.5; ggml's Vulkan shaders round activations to f16."""
+"""Of values of about 1 with deltas of about 0.5 (rms); ggml's Vulkan shaders round activations to f16, which gives
+about 1e-3."""
 
 
 def vulkan_libraries() -> Path:

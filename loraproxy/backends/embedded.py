@@ -12,6 +12,7 @@ import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -31,6 +32,19 @@ _WORKER_RECORD = re.compile(r"[\d-]{10} [\d:,.]+ (DEBUG|INFO|WARNING|ERROR|CRITI
 """A line of the worker's own log; all else is llama.cpp's chatter, for --verbose, or last words."""
 
 
+@dataclass(frozen=True)
+class Liveness:
+    """When a worker counts as hung: ``failures`` questions in a row without a good answer within ``timeout`` seconds.
+
+    Several in a row, since one is also missed when the whole machine, or the proxy with its worker, was suspended.
+    """
+
+    interval: float = 5.0
+    """Seconds between two questions."""
+    timeout: float = 10.0
+    failures: int = 6
+
+
 class EmbeddedWorker:
     """One worker process, from its start to its end; not started twice.
 
@@ -40,8 +54,10 @@ class EmbeddedWorker:
 
     base_url = "http://worker"
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, liveness: Liveness | None = None) -> None:
         self._settings = settings
+        self._liveness = liveness or Liveness()
+        self._watch: asyncio.Task[None] | None = None
         self._folder: Path | None = None
         self._process: Process | None = None
         self._output: asyncio.Task[None] | None = None
@@ -73,6 +89,8 @@ class EmbeddedWorker:
             stdout=PIPE,
             stderr=STDOUT,
             start_new_session=True,
+            # ggml would attach a debugger, which may take long and ask the network for symbols
+            env={"GGML_NO_BACKTRACE": "1", **os.environ},
         )
         self._output = asyncio.create_task(self._forward_output(self._process))
         self._session = aiohttp.ClientSession(
@@ -83,6 +101,7 @@ class EmbeddedWorker:
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
         await self._until_healthy()
+        self._watch = asyncio.create_task(self._kill_when_hung(self._process))
 
     async def wait(self) -> WorkerExit:
         """Return when the process has ended and its output was read."""
@@ -94,6 +113,8 @@ class EmbeddedWorker:
 
     async def stop(self, grace: float) -> None:
         """SIGTERM, after ``grace`` seconds SIGKILL; then close the connections and remove the runtime folder."""
+        if self._watch is not None:
+            self._watch.cancel()
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
@@ -128,6 +149,20 @@ class EmbeddedWorker:
                 return response.status == 200
         except (aiohttp.ClientError, OSError):
             return False
+
+    async def _kill_when_hung(self, process: Process) -> None:
+        """End a worker that does not answer, so that ``wait`` returns and it is replaced: its requests would hang."""
+        failures = 0
+        while failures < self._liveness.failures:
+            await asyncio.sleep(self._liveness.interval)
+            try:
+                healthy = await asyncio.wait_for(self._healthy(), self._liveness.timeout)
+            except asyncio.TimeoutError:
+                healthy = False
+            failures = 0 if healthy else failures + 1
+        log.error("the worker (pid %d) hangs: %d times in a row it was not healthy; killing it", process.pid, failures)
+        with suppress(ProcessLookupError):
+            process.kill()
 
     def _explain(self, end: WorkerExit) -> str:
         hint = "\nllama.cpp's repacked kernels crash on some machines: try without --repack (engine.repack: false)"

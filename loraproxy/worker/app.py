@@ -35,6 +35,8 @@ MAX_GENERATIONS = 1024
 """Completions that one request may ask for: its prompts times ``n``."""
 MAX_CANDIDATES = 4_000_000
 """Tokens with probabilities that one answer may have; each takes some hundred bytes until it is sent."""
+HUNG_SECONDS = 300.0
+"""No step takes this long; an ambiguous grammar can."""
 QUICK_BODY_BYTES = 16 * 1024
 SLOW_FIELDS = ("grammar", "json_schema", "response_format", "logit_bias")
 """A larger body, or one with these fields, is read beside the event loop, which has streams to serve."""
@@ -305,7 +307,10 @@ class WorkerApp:
     # about the worker
 
     async def health(self, request: web.Request) -> web.Response:
-        """``GET /health``: 200 once the model is loaded."""
+        """``GET /health``: 200 once the model is loaded, unless the engine hangs."""
+        seconds = self.engine.step_seconds()
+        if seconds > HUNG_SECONDS:
+            raise Unavailable(f"the engine has been in one step for {seconds:.0f} s")
         return json_response({"status": "ok"})
 
     async def models(self, request: web.Request) -> web.Response:

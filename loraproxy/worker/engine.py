@@ -11,6 +11,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -48,6 +49,7 @@ class Engine:
         self._leaving: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
+        self._step_began = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @classmethod
@@ -167,6 +169,7 @@ class Engine:
         stepper = self._stepper
         while not self._closing:
             self._read_inbox(wait=stepper.is_idle())
+            self._step_began = time.monotonic()
             try:
                 stepper.step()
             except Exception:
@@ -174,6 +177,7 @@ class Engine:
                 stepper.fail_all(ServerError("the engine failed in this step; see the worker's log"))
             if self._leaving:
                 self._release_adapters()
+            self._step_began = 0.0
             self._hand_out()
         stepper.fail_all(ServerError("the worker is shutting down"))
         self._hand_out()
@@ -203,6 +207,11 @@ class Engine:
     def slots(self) -> list[SlotView]:
         """The slots, as ``GET /slots`` shows them."""
         return [_view(i, s, self.n_ctx_slot) for i, s in enumerate(list(self._stepper.scheduler.slots))]
+
+    def step_seconds(self) -> float:
+        """How long the step that runs now has been running; 0 between steps."""
+        began = self._step_began
+        return time.monotonic() - began if began else 0.0
 
     def counters(self) -> EngineCounters:
         """Totals since the start."""

@@ -69,6 +69,7 @@ class ScriptedEngine:
         self.script = list(script)
         self.seen: list[Generation] = []
         self.running = 0
+        self.in_step = 0.0
         self.started = asyncio.Event()
         self.ended = asyncio.Event()
 
@@ -88,6 +89,9 @@ class ScriptedEngine:
             self.running -= 1
             if not self.running:
                 self.ended.set()
+
+    def step_seconds(self) -> float:
+        return self.in_step
 
     def slots(self) -> list[SlotView]:
         busy = SlotView(0, 7, 32, Generation((1, 2)), 2, 1, 5, False, 2, 0)

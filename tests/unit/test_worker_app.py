@@ -80,6 +80,14 @@ async def test_everything_answers_503_until_the_model_is_loaded(servers: Servers
             assert (response.status, await response.json()) == (503, expected)
 
 
+async def test_health_is_503_while_the_engine_hangs(servers: Servers) -> None:
+    client, engine = await servers.start([])
+    engine.in_step = 301.0
+    async with client.get("/health") as response:
+        assert response.status == 503
+        assert (await response.json())["error"]["message"] == "the engine has been in one step for 301 s"
+
+
 async def test_health_is_ok_once_the_model_is_loaded(servers: Servers) -> None:
     client, _ = await servers.start([])
     async with client.get("/health") as response:

@@ -168,6 +168,13 @@ class EngineConfig(Strict):
     threads_batch: int = Field(default=0, ge=0, le=1024, description="Threads for prompts. 0: as threads.")
     batch_size: int = Field(default=2048, ge=1, le=1_048_576)
     ubatch_size: int = Field(default=512, ge=1, le=1_048_576)
+    prompt_chunk: int = Field(
+        default=32,
+        ge=1,
+        le=1_048_576,
+        description="Prompt tokens decoded at once, between two steps of the running requests; prompts are cached up"
+        " to a multiple of it. Larger is faster on a GPU.",
+    )
     gpu_layers: Layers = Field(default=0, ge=-1, description="Layers on the GPU; -1, `all`: all of them.")
     cache_ram: Size = Field(default=512 * 1024**2, ge=0, description="Memory for the prompt cache; 0 disables it.")
     mmap: bool = Field(default=True, description="Map the model file, so that processes share its pages.")

@@ -73,6 +73,8 @@ def _worker_settings(config: Config, model: Path, registry: AdapterRegistry) -> 
         batch_size=engine.batch_size,
         ubatch_size=engine.ubatch_size,
         gpu_layers=engine.gpu_layers,
+        prompt_chunk=engine.prompt_chunk,
+        prompt_budget=2 * engine.prompt_chunk,
         cache_ram_mib=-(-engine.cache_ram // 1024**2),
         use_mmap=engine.mmap,
         use_extra_bufts=engine.repack,

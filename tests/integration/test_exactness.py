@@ -42,7 +42,9 @@ def f32_base(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
 @pytest.fixture(scope="module")
 def runtime(f32_base: Path) -> Iterator[Runtime]:
     """The delta path over the F32 base with the four characters, ids in CHARACTERS' order."""
-    settings = WorkerSettings(model=f32_base, socket=Path("unused"), parallel=4, ctx_size=2048, threads=2)
+    settings = WorkerSettings(
+        model=f32_base, socket=Path("unused"), parallel=4, ctx_size=2048, threads=2, prompt_chunk=64
+    )
     runtime = Runtime(Model(f32_base), settings)
     base = BaseModel.from_gguf(f32_base)
     for number, name in enumerate(CHARACTERS):

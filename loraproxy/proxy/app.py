@@ -78,6 +78,8 @@ def make_app(proxy: Proxy, config: HttpConfig, api_keys: tuple[str, ...]) -> web
     for prefix in ("", ADAPTER_PREFIX):
         for (method, path), handler in _HANDLERS.items():
             app.router.add_route(method, prefix + path, handler)
+            if method == "GET":  # as llama-server; probes of health ask so
+                app.router.add_route("HEAD", prefix + path, handler)
         for method, path in _NOT_SUPPORTED:
             app.router.add_route(method, prefix + path, control.not_supported)
     return app

@@ -11,7 +11,9 @@ from loraproxy.errors import InvalidRequest, PayloadTooLarge
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body. Raises PayloadTooLarge for more than the application's ``client_max_size``."""
+    """The whole body. Raises PayloadTooLarge for more than the application's ``client_max_size``, InvalidRequest for
+    a body that is broken as a message.
+    """
     limit = request.client_max_size
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
@@ -19,6 +21,9 @@ async def read_body(request: web.Request) -> bytes:
         return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise _too_large(limit) from error
+    except web.RequestPayloadError as error:
+        reason = " ".join(str(error).removeprefix("400, message:").split())
+        raise InvalidRequest(f"the request body cannot be read: {reason}") from error
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

@@ -29,7 +29,8 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
     proxy.check_url_adapter(request)
     body = await read_body(request) if request.method == "POST" else None
     query = f"?{request.query_string}" if request.query_string else ""
-    upstream = Upstream(request.method, endpoint(request) + query, body)
+    method = "GET" if request.method == "HEAD" else request.method
+    upstream = Upstream(method, endpoint(request) + query, body)
     return await forward(request, proxy.pool, proxy.pool.reach(), upstream, headers={})
 
 

@@ -22,6 +22,7 @@ from loraproxy.errors import StartFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.pool import WorkerPool
 from loraproxy.proxy.app import make_app
+from loraproxy.proxy.connections import raise_open_files_limit, server_log
 from loraproxy.proxy.context import Proxy
 from loraproxy.proxy.loading import load_registry
 from loraproxy.proxy.middleware import api_keys
@@ -41,6 +42,7 @@ def run(config: Config, announce: Callable[[str], None]) -> int:
     keys = api_keys(config.http)
     if not keys and not _is_local(config.http.host):
         log.warning("listening on %s without an API key: whoever reaches it can use it (--api-key)", config.http.host)
+    raise_open_files_limit()
     asyncio.run(_serve(config, proxy, keys, announce))
     return 0
 
@@ -85,7 +87,7 @@ async def _serve(config: Config, proxy: Proxy, keys: tuple[str, ...], announce: 
     stop, hurry = _watch_signals()
     app = make_app(proxy, config.http, keys)
     # handler_cancellation: a client that goes away cancels its handler, which closes the worker's connection.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1, logger=server_log())
     await runner.setup()
     try:
         site, url = await _listen(runner, config.http)

@@ -23,6 +23,7 @@ from loraproxy.errors import StartFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.pool import Backoff, WorkerPool
 from loraproxy.proxy.app import make_app
+from loraproxy.proxy.connections import server_log
 from loraproxy.proxy.context import Proxy
 
 PATIENCE = 10
@@ -149,7 +150,8 @@ class Bench:
         self.pool = WorkerPool(self._make, slots=slots, max_queue=http.max_queue, backoff=backoff)
         metrics = Metrics(lambda: self.pool.in_flight, lambda: self.pool.restarts)
         proxy = Proxy(self.registry, self.pool, metrics, frozenset({"base"}), strict)
-        self.runner = web.AppRunner(make_app(proxy, http, keys), handler_cancellation=True, shutdown_timeout=0)
+        app = make_app(proxy, http, keys)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, logger=server_log())
 
     @property
     def worker(self) -> StandIn:

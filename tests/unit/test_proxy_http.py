@@ -1,9 +1,11 @@
 """Keys, CORS, ids, errors and the endpoints that the proxy answers itself."""
 
+import asyncio
 import gzip
+import logging
 
 import pytest
-from standin import running
+from standin import running, soon
 
 from loraproxy.config import CorsConfig, HttpConfig
 from loraproxy.errors import InvalidRequest
@@ -159,6 +161,65 @@ async def test_a_body_over_the_limit_is_413_whether_its_length_is_announced_or_n
                     "invalid_request_error",
                     "the request body is larger than 2000 bytes (http.max_body)",
                 )
+
+
+@pytest.mark.parametrize("path", ["/completion", "/tokenize", "/lora-adapters"])
+async def test_a_body_that_is_not_what_its_encoding_says_is_400_and_no_error_of_ours(tmp_path, path, caplog):
+    async with (
+        running(tmp_path) as bench,
+        bench.post(path, b"not gzip", headers={"Content-Encoding": "gzip"}) as answer,
+    ):
+        assert await error_of(answer) == (
+            400,
+            "invalid_request_error",
+            "the request body cannot be read: Can not decode content-encoding: gzip",
+        )
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/props", "/lora-adapters", "/lora/pirate/health"])
+async def test_head_is_answered_as_get_without_a_body(tmp_path, path):
+    async with running(tmp_path) as bench, bench.client.head(bench.url + path) as answer:
+        assert (answer.status, await answer.read()) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n{}",
+        b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /completion HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"FOO /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 100,
+    ],
+    ids=lambda message: repr(message[:30]),
+)
+async def test_broken_http_is_400_and_leaves_no_error_in_the_log(tmp_path, message, caplog):
+    async with running(tmp_path) as bench:
+        host, port = bench.runner.addresses[0]
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(message)
+        assert (await soon(reader.readline())).split()[1] == b"400"
+        writer.close()
+        await writer.wait_closed()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Origin": b"http://\xff"}, {"X-Request-Id": b"\xff\xfe"}, {"Authorization": b"Bearer \xff"}]
+)
+async def test_headers_that_are_no_text_do_no_harm(tmp_path, headers):
+    async with running(tmp_path) as bench:
+        host, port = bench.runner.addresses[0]
+        reader, writer = await asyncio.open_connection(host, port)
+        (name, value), *_ = headers.items()
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n" + name.encode() + b": " + value + b"\r\n\r\n")
+        assert (await soon(reader.readline())).split()[1] == b"200"
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_the_content_type_of_a_request_does_not_matter(tmp_path):

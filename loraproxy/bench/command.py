@@ -101,19 +101,28 @@ def _measure(options: argparse.Namespace) -> int:
     folder: Path = options.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     _explain(results, binary, folder)
+    try:
+        _run_all(options, model, binary, base, results)
+    finally:
+        # cut short, too, it is worth seeing
+        if results.figures:
+            _publish(results, folder)
+    return 0
+
+
+def _run_all(options: argparse.Namespace, model: Path, binary: Path | None, base: BaseModel, results: Results) -> None:
+    """Write the adapters and measure one group of scenarios after another."""
     patience = Patience(60 * options.wait)
     with TemporaryDirectory(prefix="loraproxy-bench-") as scratch:
         try:
             adapters = write_random_adapters(base, Path(scratch), options.adapters)
         except InvalidRequest as error:
             raise StartFailed(error.message) from error
-        for slots, group in by_slots(chosen, options.streams):
+        for slots, group in by_slots(results.scenarios, options.streams):
             ctx_size = slots * _round_up(_PROMPT_ROOM + results.n_predict)
             threads = options.threads or _usable_cpus()
-            setup = Setup(model, tuple(adapters), slots, ctx_size, threads, folder)
+            setup = Setup(model, tuple(adapters), slots, ctx_size, threads, options.out.absolute())
             _run_group(setup, group, binary, base, results, patience)
-    _publish(results, folder)
-    return 0
 
 
 def _run_group(

@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 help:
 	@echo "make demo              serve SmolLM2 with four characters on 127.0.0.1:8080"
 	@echo "make serve ARGS=...    serve your own model: ARGS='--model FILE --adapter NAME=PATH'"
-	@echo "make test              run all tests"
+	@echo "make test              run all tests (minutes; ARGS=tests/unit: seconds)"
 	@echo "make lint              style, types and the direction of imports"
 	@echo "make bench             measure the product, beside llama-server where it is installed (ARGS=--quick)"
 	@echo "make install           only install into $(VENV); the targets above do it by themselves"
@@ -26,14 +26,15 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml $(wildcard native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed, $(PYTHON) is " + sys.version)'
-	@test -x $(BIN)/python || { echo "==> making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/python || { echo "==> making $(VENV) (seconds; a minute on a busy machine)"; $(PYTHON) -m venv $(VENV); }
 	@echo "==> upgrading pip"
 	@$(PIP) install --quiet --upgrade pip
 	@echo "==> $(LLAMA): building llama.cpp, unless pip has the wheel already (5 to 15 minutes, once)"
 	@$(PIP) install --progress-bar off '$(LLAMA)'
-	@echo "==> building the native module and installing loraproxy with what the demo, the tests and the benchmark need"
-	@$(PIP) install --quiet --progress-bar off --editable '.[demo,bench,dev]'
-	@echo "==> a ready-built llama-server for tests/peers, where there is one for this machine"
+	@echo "==> building the native module, then installing loraproxy with what the demo, the tests and the benchmark need:"
+	@echo "    1 to 3 minutes, most of it without a word while pip builds"
+	@$(PIP) install --progress-bar off --editable '.[demo,bench,dev]'
+	@echo "==> a ready-built llama-server for tests/peers, where there is one for this machine (seconds)"
 	@$(PIP) install --quiet --progress-bar off --only-binary :all: '$(PEER)' 2> /dev/null || echo "    none: tests/peers will be skipped"
 	@touch $@
 

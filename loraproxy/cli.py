@@ -35,9 +35,9 @@ _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("--cors-headers",), "http.cors.headers", "HEADERS", "headers a preflight allows"),
     (("--max-queue",), "http.max_queue", "N", "requests that may wait; more are answered 503 (256)"),
     (("--max-body",), "http.max_body", "SIZE", "largest request body (32MiB)"),
-    (("--drain-timeout",), "http.drain_timeout", "TIME", "how long SIGTERM lets requests finish (30s)"),
+    (("--drain-timeout",), "http.drain_timeout", "TIME", "how long SIGTERM or Ctrl-C lets requests finish (30s)"),
     (("--parallel", "-np"), "engine.parallel", "N", "slots: requests in one batch (8)"),
-    (("--ctx-size", "-c"), "engine.ctx_size", "N", "tokens of context over all slots (0: the model's for each slot)"),
+    (("--ctx-size", "-c"), "engine.ctx_size", "N", "tokens of context over all slots (0: up to 4096 for each)"),
     (("--threads", "-t"), "engine.threads", "N", "threads of the engine (0: one for each physical core)"),
     (("--threads-batch", "-tb"), "engine.threads_batch", "N", "threads for prompts (0: as --threads)"),
     (("--batch-size", "-b"), "engine.batch_size", "N", "logical batch size (2048)"),
@@ -56,6 +56,9 @@ _SWITCHES: tuple[tuple[tuple[str, ...], str, bool, str], ...] = (
     (("--repack",), "engine.repack", True, "let llama.cpp repack weights (faster on some machines, crashes on others)"),
     (("--no-repack", "-nr"), "engine.repack", False, argparse.SUPPRESS),
 )
+
+_OPTION_OF = {key: spellings[0] for spellings, key, *_ in _OPTIONS}
+"""The option that sets a key, to name it in messages."""
 
 _AUTO_VALUES = {("engine.parallel", "-1"): "8", ("engine.threads", "-1"): "0", ("engine.threads_batch", "-1"): "0"}
 """llama-server's ways to say "you choose"."""
@@ -114,6 +117,8 @@ class _Parser(argparse.ArgumentParser):
 
     def _unknown(self, argument: str) -> NoReturn:
         option = argument.partition("=")[0]
+        if not option.startswith("-"):
+            self.error(f"unexpected {argument!r}: every value follows its option, as in --model FILE")
         if option.startswith("--spec-") or "draft" in option:
             self.error(f"llama-server's {option} is not supported: there is one model, without a draft model")
         close = difflib.get_close_matches(option, self._option_string_actions, n=1)
@@ -216,8 +221,7 @@ def config_from_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Na
         overrides["http.api_keys"] = keys
     data = _merge(base, overrides)
     data["adapters"] = _merge_adapters(data["adapters"], options)
-    names = {key: spellings[0] for spellings, key, *_ in _OPTIONS}
-    config = check_config(data, "command line", names)
+    config = check_config(data, "command line", _OPTION_OF)
     if config.model is None:
         raise ConfigError("no base model: give --model FILE, or `model:` in the configuration file")
     return config, options
@@ -281,7 +285,7 @@ def _demo(arguments: Sequence[str]) -> int:
     _add_options(parser, {"http.host", "http.port", "engine.threads", "engine.parallel"})
     options = parser.parse(arguments)
     _set_up_log(options.verbose)
-    config = check_config(_merge(demo_config(), options.overrides), "command line")
+    config = check_config(_merge(demo_config(), options.overrides), "command line", _OPTION_OF)
     return run(config, lambda url: print(curl_lines(url), flush=True))
 
 

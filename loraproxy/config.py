@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -162,7 +163,7 @@ class EngineConfig(Strict):
     ctx_size: int = Field(
         default=0,
         ge=0,
-        description="Tokens of context over all slots. 0: the model's own for each slot.",
+        description="Tokens of context over all slots. 0: the model's own for each slot, 4096 at most.",
     )
     threads: int = Field(default=0, ge=0, le=1024, description="0: one for each physical core.")
     threads_batch: int = Field(default=0, ge=0, le=1024, description="Threads for prompts. 0: as threads.")
@@ -228,6 +229,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} is given twice", key.start_mark
@@ -248,6 +251,10 @@ def load_config(path: Path) -> Config:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from error
+    except ValueError as error:  # a date that is none, say
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if data is None:
         data = {}
     if not isinstance(data, dict):
@@ -267,6 +274,20 @@ def check_config(data: Mapping[str, object], source: str, options: Mapping[str, 
         raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults)) from error
 
 
+_IN_YAML_WORDS = {
+    "dict_type": "should be a mapping, `NAME: value` for each",
+    "missing": "is missing",
+    "model_attributes_type": "should be a mapping of keys to values",
+    "model_type": "should be a mapping of keys to values",
+    "tuple_type": "should be a list, such as [one, two]",
+}
+"""Faults that pydantic tells in Python's terms."""
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+
+
 def _shorten(text: str, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -276,10 +297,10 @@ def _explain(fault: ErrorDetails, options: Mapping[str, str]) -> str:
     where = options.get(where, where)
     if fault["type"] == "extra_forbidden":
         return f"unknown key {where!r}{_nearest(tuple(str(part) for part in fault['loc']))}"
-    message = fault["msg"].removeprefix("Value error, ")
-    message = message.removeprefix("Input ")
+    message = _IN_YAML_WORDS.get(fault["type"]) or fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
     secret = "api_key" in where
-    return f"{where}: {message}" if secret else f"{where}: {message} (got {_shorten(repr(fault['input']))})"
+    # reprlib looks at no more than it shows: aliases can make a value as large as they like
+    return f"{where}: {message}" if secret else f"{where}: {message} (got {_shorten(_REPR.repr(fault['input']))})"
 
 
 def _nearest(loc: tuple[str, ...]) -> str:

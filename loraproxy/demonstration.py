@@ -46,5 +46,6 @@ def curl_lines(url: str) -> str:
             chat("/v1/chat/completions", '"lora":"pirate",'),
             chat("/v1/chat/completions", '"model":"robot",'),
             chat("/lora/bard/v1/chat/completions", ""),
+            "Ctrl-C stops the server.",
         )
     )

@@ -121,7 +121,10 @@ class EmbeddedWorker:
             try:
                 await asyncio.wait_for(self._process.wait(), grace)
             except asyncio.TimeoutError:
-                log.warning("the worker (pid %d) did not end within %g s of SIGTERM; killing it", self.pid, grace)
+                if grace:
+                    log.warning("the worker (pid %d) did not end within %g s of SIGTERM; killing it", self.pid, grace)
+                else:
+                    log.info("ending the worker (pid %d) at once", self.pid)
                 with suppress(ProcessLookupError):
                     self._process.kill()
                 await self._process.wait()

@@ -54,11 +54,13 @@ def _prepare(config: Config) -> Proxy:
     if not model.is_file():
         raise StartFailed(f"the model file {model} does not exist")
     registry = load_registry(config, model)
+    base_names = frozenset({*config.aliases, str(config.model), model.name, model.stem})
+    if both := base_names & set(registry.names()):
+        raise StartFailed(f"{min(both)!r} names the base model, too; give the adapter another name")
     settings = _worker_settings(config, model, registry)
     pool = WorkerPool(lambda: EmbeddedWorker(settings), slots=config.engine.parallel, max_queue=config.http.max_queue)
     metrics = Metrics(lambda: pool.in_flight, lambda: pool.restarts)
-    base_names = {*config.aliases, str(config.model), model.name, model.stem}
-    return Proxy(registry, pool, metrics, frozenset(base_names), config.strict_models)
+    return Proxy(registry, pool, metrics, base_names, config.strict_models)
 
 
 def _worker_settings(config: Config, model: Path, registry: AdapterRegistry) -> WorkerSettings:
@@ -96,7 +98,11 @@ async def _serve(config: Config, proxy: Proxy, keys: tuple[str, ...], announce: 
             announce(url)
             await stop.wait()
         await site.stop()
-        log.info("shutting down: %d requests in flight", proxy.pool.in_flight)
+        if proxy.pool.in_flight:
+            wait = f"up to {config.http.drain_timeout:g} s to end; a second Ctrl-C or SIGTERM ends them at once"
+            log.info("shutting down: requests in flight (%d) have %s", proxy.pool.in_flight, wait)
+        else:
+            log.info("shutting down")
         await _unless(hurry, proxy.pool.drain(config.http.drain_timeout))
     finally:
         await _unless(hurry, proxy.pool.close(_WORKER_GRACE))

@@ -217,6 +217,12 @@ def test_a_port_in_use_is_one_line(model):
     assert errors == [f"error: 127.0.0.1:{port} is already in use; choose another with --port"]
 
 
+def test_an_adapter_with_the_base_models_name_is_refused_in_one_line(model):
+    ended = run_to_the_end(*character_arguments(), "--alias", "pirate")
+    assert ended.returncode == 1
+    assert "error: 'pirate' names the base model, too; give the adapter another name" in ended.stderr.splitlines()
+
+
 def test_the_demo_prints_three_curl_lines_when_it_is_ready(tmp_path, model):
     with running_proxy(tmp_path, ["demo", "--threads", "2"]) as server:
         lines = [line.strip() for line in server.log.read_text().splitlines() if line.strip().startswith("curl ")]

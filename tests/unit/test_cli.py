@@ -108,6 +108,7 @@ def test_options_override_the_file(tmp_path):
         (["-td", "2"], "unknown argument '-td'; did you mean -t"),
         (["--spec-draft-n-max", "2"], "llama-server's --spec-draft-n-max is not supported: there is one model"),
         (["--host", "127.0.0.1,::1"], "--host takes one address"),
+        (["model.gguf"], "unexpected 'model.gguf': every value follows its option, as in --model FILE"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(capsys, arguments, message):

@@ -19,6 +19,11 @@ def fault(folder: Path, text: str) -> str:
     return str(caught.value).replace(f"{folder}/", "")
 
 
+BOMB = "alias: " + "&a0 [x, x, x, x, x, x, x, x, x]"
+for level in range(9):
+    BOMB = BOMB.replace("alias: ", f"alias: &a{level + 1} [") + f", {', '.join([f'*a{level}'] * 8)}]"
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_loads(path):
     config = load_config(path)
@@ -82,7 +87,19 @@ def test_sizes_and_durations_have_units(tmp_path):
         ),
         ("adapters: {a: x, a: y}", "loraproxy.yaml, line 1: not valid YAML: the key 'a' is given twice"),
         ("- model", "loraproxy.yaml: should be a mapping of keys to values, not a list"),
+        ("adapters: [a]", "loraproxy.yaml: adapters: should be a mapping, `NAME: value` for each (got ['a'])"),
+        ("adapters: {a: {scale: 1}}", "loraproxy.yaml: adapters.a.path: is missing (got {'scale': 1})"),
+        ("http: 8080", "loraproxy.yaml: http: should be a mapping of keys to values (got 8080)"),
+        ("http: {api_keys: key}", "loraproxy.yaml: http.api_keys: should be a list, such as [one, two]"),
         ("model: [", "loraproxy.yaml, line 1: not valid YAML: "),
+        ("{[a]: b}", "loraproxy.yaml, line 1: not valid YAML: a key must be a word"),
+        ("? {a: 1}\n: b", "loraproxy.yaml, line 1: not valid YAML: a key must be a word"),
+        ("[" * 3000, "loraproxy.yaml: not valid YAML: nested too deeply"),
+        ("alias: 2020-13-45", "loraproxy.yaml: not valid YAML: month must be in 1..12"),
+        ("alias: !!python/object/apply:os.getcwd []", "loraproxy.yaml, line 1: not valid YAML: could not determine"),
+        ("alias: &a [*a]", "loraproxy.yaml: alias: should be a valid string (got [[...]])"),
+        (BOMB, "loraproxy.yaml: alias: should be a valid string (got [[[[[[[...], [...], [...], "),
+        ("engine: {parallel: 1" + "0" * 4000 + "}", "loraproxy.yaml: engine.parallel: should be less than or equal to"),
     ],
 )
 def test_a_fault_names_its_place_and_what_would_be_right(tmp_path, text, message):

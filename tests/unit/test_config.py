@@ -97,7 +97,7 @@ def test_sizes_and_durations_have_units(tmp_path):
         ("[" * 3000, "loraproxy.yaml: not valid YAML: nested too deeply"),
         ("alias: 2020-13-45", "loraproxy.yaml: not valid YAML: month must be in 1..12"),
         ("alias: !!python/object/apply:os.getcwd []", "loraproxy.yaml, line 1: not valid YAML: could not determine"),
-        ("alias: &a [*a]", "loraproxy.yaml: alias: should be a valid string (got [[...]])"),
+        ("alias: &a [*a]", "loraproxy.yaml: alias: should be a valid string (got [[[[[[[...]]]]]]])"),
         (BOMB, "loraproxy.yaml: alias: should be a valid string (got [[[[[[[...], [...], [...], "),
         ("engine: {parallel: 1" + "0" * 4000 + "}", "loraproxy.yaml: engine.parallel: should be less than or equal to"),
     ],

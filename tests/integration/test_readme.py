@@ -18,6 +18,8 @@ from proxies import call, running_proxy
 from servers import REPOSITORY, Server, demo_adapters
 
 ADDRESS = "127.0.0.1:8080"
+TIMEOUT = 300
+"""Seconds; machines that run other things take long."""
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -113,7 +115,7 @@ def test_make_knows_the_targets(example):
 @pytest.mark.parametrize("example", those("bash", "curl"))
 def test_curl_gets_an_answer(demo, example):
     script = 'curl() { command curl --silent --show-error --fail-with-body "$@"; }\n' + example.at(demo)
-    done = subprocess.run(["bash", "-e", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(["bash", "-e", "-c", script], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_prints(done.stdout, example.prints)
 
@@ -121,7 +123,7 @@ def test_curl_gets_an_answer(demo, example):
 @pytest.mark.parametrize("example", those("python", ""))
 def test_the_openai_client_prints_what_is_said(demo, example):
     command = [sys.executable, "-c", example.at(demo)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr
     assert_prints(done.stdout, example.prints)
 

@@ -31,8 +31,7 @@ $(INSTALLED): pyproject.toml $(wildcard native/*)
 	@$(PIP) install --quiet --upgrade pip
 	@echo "==> $(LLAMA): building llama.cpp, unless pip has the wheel already (5 to 15 minutes, once)"
 	@$(PIP) install --progress-bar off '$(LLAMA)'
-	@echo "==> building the native module, then installing loraproxy with what the demo, the tests and the benchmark need:"
-	@echo "    1 to 3 minutes, most of it without a word while pip builds"
+	@echo "==> building the native module, then installing loraproxy with what the demo, the tests and the benchmark need (1 to 5 minutes)"
 	@$(PIP) install --progress-bar off --editable '.[demo,bench,dev]'
 	@echo "==> a ready-built llama-server for tests/peers, where there is one for this machine (seconds)"
 	@$(PIP) install --quiet --progress-bar off --only-binary :all: '$(PEER)' 2> /dev/null || echo "    none: tests/peers will be skipped"

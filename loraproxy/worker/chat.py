@@ -99,7 +99,7 @@ def _message(message: Any) -> Message:
 
 def _text_part(part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in _MEDIA:
+    if isinstance(kind, str) and kind in _MEDIA:
         raise NotSupported(f"{_MEDIA[kind]} input is not supported by this server")
     if kind != "text":
         raise InvalidRequest("unsupported content[].type")

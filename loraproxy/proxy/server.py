@@ -52,7 +52,7 @@ def _prepare(config: Config) -> Proxy:
     assert config.model is not None
     model = config.model.absolute()
     if not model.is_file():
-        raise StartFailed(f"the model file {model} does not exist")
+        raise StartFailed(f"the model file {model} {'is not a regular file' if model.exists() else 'does not exist'}")
     registry = load_registry(config, model)
     base_names = frozenset({*config.aliases, str(config.model), model.name, model.stem})
     if both := base_names & set(registry.names()):

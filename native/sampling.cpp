@@ -44,9 +44,12 @@ bool grammar_allows(llama_sampler * grammar, int32_t token) {
     return one.logit != -INFINITY;
 }
 
+// The chosen token. Where everything is forbidden (by the grammar, by biases) a chain still selects something: that
+// is refused, and must be before the grammar sees it, since llama.cpp aborts the process for an end it does not allow.
 int32_t selected(const Candidates & c) {
-    if (c.array.selected < 0 || static_cast<size_t>(c.array.selected) >= c.array.size) {
-        throw std::runtime_error("the sampler chain selected no token");
+    if (c.array.selected < 0 || static_cast<size_t>(c.array.selected) >= c.array.size ||
+        !(c.array.data[c.array.selected].logit > -INFINITY)) {
+        throw std::runtime_error("the sampler chain left no token to choose from");
     }
     return c.array.data[c.array.selected].id;
 }

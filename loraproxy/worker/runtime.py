@@ -8,6 +8,7 @@ running sequence, whose ids are consecutive, so that every ``llama_decode`` is o
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 
 import llama_cpp
@@ -17,6 +18,8 @@ from loraproxy import _native
 from loraproxy.config import WorkerSettings
 from loraproxy.worker.delta import DeltaPath, NativeSet
 from loraproxy.worker.model import Model, ModelLoadError
+
+log = logging.getLogger("loraproxy.engine")
 
 KV_PAD = 256
 """llama.cpp rounds the cells that attention reads up to a multiple of this."""
@@ -50,6 +53,9 @@ class Runtime:
         self.threads = settings.threads or physical_cores()
         self.threads_batch = settings.threads_batch or self.threads
         per_slot = settings.ctx_size // self.n_slots if settings.ctx_size else min(model.n_ctx_train, MAX_DEFAULT_CTX)
+        if per_slot > model.n_ctx_train > 0:  # as llama-server does
+            log.warning("event=ctx_capped asked=%d trained=%d", per_slot, model.n_ctx_train)
+            per_slot = model.n_ctx_train
         self.delta = DeltaPath(self.threads_batch, kernels)
         self.prompt_chunk = min(settings.prompt_chunk, settings.ubatch_size, settings.batch_size, max(per_slot, 1))
         self.context = self._make_context(settings, max(per_slot, 1))

@@ -263,7 +263,11 @@ def test_memory_is_that_of_the_worker_among_a_process_s_children(tmp_path):
 
 def test_without_a_worker_there_is_no_memory_to_measure(tmp_path):
     base = BaseModel.from_gguf(make_tiny_llama(tmp_path / "base.gguf"))
-    assert measure_memory(os.getpid(), tmp_path / "log", base, 1024, 0) is None
+    childless = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert measure_memory(childless.pid, tmp_path / "log", base, 1024, 0) is None
+    finally:
+        childless.communicate(b"\n")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="no /proc/stat here")

@@ -50,7 +50,7 @@ class WorkerSettings(Strict):
     """Tokens of context over all slots, as in llama-server; each slot has ctx_size / parallel. 0: the model's
     training context for each slot, within reason."""
     threads: int = Field(default=0, ge=0)
-    """0: one per physical core."""
+    """0: one for each CPU this process may use."""
     threads_batch: int = Field(default=0, ge=0)
     batch_size: int = Field(default=2048, ge=1)
     ubatch_size: int = Field(default=512, ge=1)
@@ -165,8 +165,10 @@ class EngineConfig(Strict):
         ge=0,
         description="Tokens of context over all slots. 0: the model's own for each slot, 4096 at most.",
     )
-    threads: int = Field(default=0, ge=0, le=1024, description="0: one for each physical core.")
-    threads_batch: int = Field(default=0, ge=0, le=1024, description="Threads for prompts. 0: as threads.")
+    threads: int = Field(default=0, ge=0, le=1024, description="0: one for each CPU it may use.")
+    threads_batch: int = Field(
+        default=0, ge=0, le=1024, description="Overrides threads, as prompts and steps share one pool. 0: as threads."
+    )
     batch_size: int = Field(default=2048, ge=1, le=1_048_576)
     ubatch_size: int = Field(default=512, ge=1, le=1_048_576)
     prompt_chunk: int = Field(

@@ -113,7 +113,6 @@ public:
 
     void add_adapter(int64_t id, std::shared_ptr<const AdapterWeights> weights);
     void remove_adapter(int64_t id);
-    bool has_adapter(int64_t id) const { return adapters_.count(id) != 0; }
     size_t adapter_bytes(int64_t id) const;
 
     // The adapters of one row: (adapter id, scale), sorted by id.

@@ -241,7 +241,6 @@ NB_MODULE(_native, m) {
         .def("find_target", &Delta::find_target)
         .def("add_adapter", [](Delta & self, int64_t id, std::shared_ptr<AdapterWeights> w) { self.add_adapter(id, std::move(w)); })
         .def("remove_adapter", &Delta::remove_adapter)
-        .def("has_adapter", &Delta::has_adapter)
         .def("adapter_bytes", &Delta::adapter_bytes)
         .def("begin_rows", &Delta::begin_rows)
         .def("begin_chunk", &Delta::begin_chunk)

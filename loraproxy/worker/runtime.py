@@ -32,8 +32,8 @@ class StepFailed(RuntimeError):
     """A decode failed or surprised the delta path: its results must not be used."""
 
 
-def physical_cores() -> int:
-    """Cores this process may use; hyper-threads are counted, as the scheduler's affinity knows no better."""
+def usable_cpus() -> int:
+    """CPUs this process may use; each hyper-thread counts as one."""
     try:
         return max(len(os.sched_getaffinity(0)), 1)
     except AttributeError:  # macOS
@@ -50,7 +50,7 @@ class Runtime:
         """
         self.model = model
         self.n_slots = settings.parallel
-        self.threads = settings.threads or physical_cores()
+        self.threads = settings.threads or usable_cpus()
         self.threads_batch = settings.threads_batch or self.threads
         per_slot = settings.ctx_size // self.n_slots if settings.ctx_size else min(model.n_ctx_train, MAX_DEFAULT_CTX)
         if per_slot > model.n_ctx_train > 0:  # as llama-server does
@@ -71,7 +71,7 @@ class Runtime:
         params.n_batch = params.n_ubatch = max(self.prompt_chunk, self.n_slots, 2)
         params.n_seq_max = self.n_slots
         params.n_outputs_max = self.n_slots
-        # the delta path's kernels and ggml share one pool of threads, whose size must not change
+        # the delta path's kernels and ggml share one pool of threads, whose size must not change: one number for both
         params.n_threads = self.threads_batch
         params.n_threads_batch = self.threads_batch
         params.kv_unified = False

@@ -12,15 +12,16 @@ from loraproxy.adapters.gguf_file import pairs_from_gguf
 from loraproxy.adapters.gguf_header import GgufError
 from loraproxy.adapters.names import check_name
 from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, pairs_from_peft
-from loraproxy.adapters.tensors import Adapter
+from loraproxy.adapters.tensors import Adapter, AdapterSummary
+from loraproxy.adapters.unsupported import Unsupported
 from loraproxy.errors import InvalidAdapterFile, InvalidRequest
 
-__all__ = ["check_name", "read_adapter", "scan_adapters_dir"]
+__all__ = ["Unsupported", "check_name", "read_adapter", "scan_adapters_dir", "survey_adapter"]
 
 _MAX_CONFIG_BYTES = 1 << 20
 
 
-def read_adapter(name: str, path: Path, base: BaseModel) -> Adapter:
+def read_adapter(name: str, path: Path, base: BaseModel, *, unsupported: Unsupported = Unsupported.REFUSE) -> Adapter:
     """Read the adapter at ``path``, a GGUF file or a PEFT folder, and check it against ``base``.
 
     Raises InvalidAdapterFile naming the adapter, the file, the tensors and the reason, and InvalidRequest for a
@@ -37,6 +38,17 @@ def read_adapter(name: str, path: Path, base: BaseModel) -> Adapter:
         raise InvalidAdapterFile(f"adapter {name!r} ({path}): {error.strerror or error}") from None
     except MemoryError:
         raise InvalidAdapterFile(f"adapter {name!r} ({path}): there is not enough memory to read it") from None
+
+
+def survey_adapter(
+    name: str, path: Path, base: BaseModel, *, unsupported: Unsupported = Unsupported.REFUSE
+) -> AdapterSummary:
+    """What :func:`read_adapter` would read at ``path``, and its digest, without decoding the weights.
+
+    Checks names, shapes, types and configuration, and raises as read_adapter does; only NaN and infinite weights,
+    which the weights alone can show, are left to read_adapter.
+    """
+    return read_adapter(name, path, base, unsupported=unsupported).summary
 
 
 def scan_adapters_dir(folder: Path) -> list[tuple[str, Path]]:
@@ -72,7 +84,7 @@ def _read_gguf(name: str, path: Path, base: BaseModel) -> Adapter:
     if path.name in (WEIGHTS_FILE, CONFIG_FILE):
         raise Refused("this is a file of a PEFT folder; give the folder instead")
     tensors, notes = pairs_from_gguf(data, base)
-    return Adapter(name, path, hashlib.sha256(data).hexdigest(), "gguf", tensors, notes)
+    return Adapter(name, path, hashlib.sha256(data).hexdigest(), "gguf", tensors, notes, size_bytes=len(data))
 
 
 def _read_peft(name: str, path: Path, base: BaseModel) -> Adapter:
@@ -88,7 +100,8 @@ def _read_peft(name: str, path: Path, base: BaseModel) -> Adapter:
     config = read_file(path / CONFIG_FILE, _MAX_CONFIG_BYTES)
     weights = read_file(path / WEIGHTS_FILE, MAX_FILE_BYTES)
     tensors, notes = pairs_from_peft(config, weights, base)
-    return Adapter(name, path, _digest(config, weights), "peft", tensors, notes)
+    size = len(config) + len(weights)
+    return Adapter(name, path, _digest(config, weights), "peft", tensors, notes, size_bytes=size)
 
 
 def _digest(config: bytes, weights: bytes) -> str:

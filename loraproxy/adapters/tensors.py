@@ -53,3 +53,67 @@ class Adapter:
     tensors: tuple[LoraTensor, ...]
     notes: tuple[str, ...] = field(default=())
     """What was noticed while reading, e.g. ``rsLoRA: scale = 8 / sqrt(8) = 2.83``."""
+    left_out: tuple[str, ...] = field(default=())
+    """What was not applied because it is unsupported, a sentence each with the tensors; see Unsupported.LEAVE_OUT."""
+    invocation_tokens: tuple[int, ...] = field(default=())
+    """An activated LoRA's (aLoRA's) invocation sequence; empty for a plain LoRA."""
+    base_name: str = ""
+    """The base model that the files say the adapter was trained for; "" if they do not say."""
+    size_bytes: int = 0
+    """Size of its files on disk."""
+
+    @property
+    def summary(self) -> AdapterSummary:
+        """What :func:`loraproxy.adapters.read.survey_adapter` says of the same files."""
+        ranks = [tensor.rank for tensor in self.tensors]
+        return AdapterSummary(
+            name=self.name,
+            path=self.path,
+            digest=self.digest,
+            format=self.source,
+            size_bytes=self.size_bytes,
+            rank=(min(ranks), max(ranks)),
+            targets=tuple(tensor.target for tensor in self.tensors),
+            resident_bytes=sum(
+                pair_resident_bytes(tensor.rank, tensor.a.shape[1], tensor.b.shape[0]) for tensor in self.tensors
+            ),
+            notes=self.notes,
+            left_out=self.left_out,
+            invocation_tokens=self.invocation_tokens,
+            base_name=self.base_name,
+        )
+
+
+@dataclass(frozen=True)
+class AdapterSummary:
+    """What can be said of an adapter without its weights.
+
+    format: ``gguf`` or ``peft``. size_bytes: of its files on disk. rank: the smallest and the largest of its pairs.
+    targets: GGUF names of the base tensors, in graph order, one for each pair. resident_bytes: what it will take in
+    the engine's memory. notes, left_out, invocation_tokens, base_name: as in :class:`Adapter`.
+    """
+
+    name: str
+    path: Path
+    digest: str
+    format: str
+    size_bytes: int
+    rank: tuple[int, int]
+    targets: tuple[str, ...]
+    resident_bytes: int
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    invocation_tokens: tuple[int, ...] = ()
+    base_name: str = ""
+
+    @property
+    def n_pairs(self) -> int:
+        """How many pairs of A and B there are."""
+        return len(self.targets)
+
+
+def pair_resident_bytes(rank: int, n_in: int, n_out: int) -> int:
+    """Bytes that the engine holds for one pair: f16 values in its kernels' tiles, each half in whole 128 bytes."""
+    a = -(-rank // 4) * 4 * n_in
+    b = rank * (-(-n_out // 32) * 32)
+    return sum(-(-values // 64) * 64 * 2 for values in (a, b))

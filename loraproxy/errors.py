@@ -114,3 +114,7 @@ class Unavailable(ApiError):
 
 class StartFailed(Exception):
     """The server cannot start; the message is what the command line prints, without a traceback."""
+
+
+class CommandFailed(Exception):
+    """A command cannot do what was asked; the message is what the command line prints, without a traceback."""

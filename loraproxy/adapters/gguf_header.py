@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
@@ -78,6 +78,8 @@ class GgufHeader:
     metadata: Mapping[str, GgufValue]
     types: Mapping[str, GGUFValueType]
     tensors: Mapping[str, GgufTensor]
+    entries: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Where each metadata entry lies, from its key to the end of its value: start and end in bytes, in file order."""
 
     def text(self, key: str) -> str:
         """The string under ``key``, or "". Raises GgufError if it is not a string."""
@@ -100,11 +102,14 @@ def read_gguf_header(data: bytes | mmap) -> GgufHeader:
     n_tensors, n_kv = _preamble(cursor)
     metadata: dict[str, GgufValue] = {}
     types: dict[str, GGUFValueType] = {}
+    entries: dict[str, tuple[int, int]] = {}
     for _ in range(n_kv):
+        begin = cursor.at
         key = cursor.string("a metadata key", _MAX_NAME)
         if key in metadata:
             raise GgufError(f"the metadata key {key[:80]!r} appears twice")
         types[key], metadata[key] = _value(cursor, key)
+        entries[key] = (begin, cursor.at)
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
         raise GgufError("general.alignment is not a power of two")
@@ -115,7 +120,7 @@ def read_gguf_header(data: bytes | mmap) -> GgufHeader:
         if name in tensors:
             raise GgufError(f"the tensor {name[:80]!r} appears twice")
         tensors[name] = _placed(name, shape, kind, start + offset, len(data))
-    return GgufHeader(metadata, types, tensors)
+    return GgufHeader(metadata, types, tensors, entries)
 
 
 class _Cursor:

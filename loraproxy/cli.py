@@ -1,4 +1,4 @@
-"""The command line: ``loraproxy serve``, ``demo``, ``config-schema``, ``bench``."""
+"""The command line: ``loraproxy serve``, ``demo``, ``config-schema``, ``bench``, and the commands on files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from loraproxy import __version__
 from loraproxy.config import Config, ConfigError, check_config, load_config
-from loraproxy.errors import StartFailed
+from loraproxy.errors import ApiError, CommandFailed, StartFailed
 from loraproxy.llama_args import add_llama_server_options, normalise
 
 log = logging.getLogger("loraproxy")
@@ -138,7 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 1 (cannot start) or 2 (wrong usage or configuration)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    commands = {"serve": _serve, "demo": _demo, "config-schema": _config_schema, "bench": _bench}
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
+        "serve": _serve,
+        "demo": _demo,
+        **{name: partial(_tool, name) for name in _TOOLS},
+        "config-schema": _config_schema,
+        "bench": _bench,
+    }
     if command in ("--version", "-V"):
         print(f"loraproxy {__version__}")
         return 0
@@ -153,16 +160,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands[command](rest)
     except ConfigError as error:
         return _fail(str(error), USAGE_ERROR)
-    except StartFailed as error:
+    except (StartFailed, CommandFailed) as error:
         return _fail(str(error), START_ERROR)
     except KeyboardInterrupt:
         return 130
 
 
+_TOOLS = ("inspect", "convert", "merge")
+"""Commands that are modules of loraproxy.tools."""
+
 _HELP = """usage: loraproxy COMMAND [options]
 
   serve          serve one base model with many LoRA adapters
   demo           serve the packaged SmolLM2 with four characters on 127.0.0.1:8080
+  inspect        what an adapter file is, what it targets, whether it fits a base model
+  convert        a PEFT folder as a GGUF adapter that llama.cpp loads with the same result
+  merge          a base model with adapters added to its weights
   config-schema  print the JSON schema of the configuration file
   bench          measure the product beside llama-server
 
@@ -292,6 +305,18 @@ def _demo(arguments: Sequence[str]) -> int:
     _set_up_log(options.verbose)
     config = check_config(_merge(demo_config(), options.overrides), "command line", _OPTION_OF)
     return run(config, lambda url: print(curl_lines(url), flush=True))
+
+
+def _tool(name: str, arguments: Sequence[str]) -> int:
+    tool: Any = importlib.import_module(f"loraproxy.tools.{name}")
+    parser = _Parser(prog=f"loraproxy {name}", allow_abbrev=False, description=tool.DESCRIPTION)
+    tool.add_arguments(parser)
+    options = parser.parse(arguments)
+    try:
+        code: int = tool.run(options)
+    except ApiError as error:
+        raise CommandFailed(error.message) from None
+    return code
 
 
 def _config_schema(arguments: Sequence[str]) -> int:

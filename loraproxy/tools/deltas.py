@@ -1,0 +1,137 @@
+"""Base weights with adapters added to them, a few rows at a time."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from mmap import mmap
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from loraproxy.adapters.gguf_header import GgufTensor
+from loraproxy.adapters.tensors import Adapter, LoraTensor, Op
+from loraproxy.errors import CommandFailed
+from loraproxy.tools.ggml import decode_rows, encode_rows, row_bytes
+from loraproxy.tools.gguf_copy import Bytes, NewTensor
+
+_CHUNK_VALUES = 1 << 20
+
+
+@dataclass
+class Rounding:
+    """How far the written weights lie from the exact sums, beside how far the adapters moved them (sums of squares)."""
+
+    error: float = 0.0
+    delta: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The rounding's error as a part of what the adapters add: 0.1 is little, 1 as much as the adapters."""
+        return float(np.sqrt(self.error / self.delta)) if self.delta else 0.0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What the adapters add to one tensor: pairs, each with its adapter's scale."""
+
+    pairs: list[tuple[float, LoraTensor]] = field(default_factory=list)
+
+    def rows(self, first: int, last: int) -> NDArray[np.float32]:
+        """Rows ``first`` to ``last`` of the sum of ``scale * B @ A``, as they lie in the tensor: (last - first, n)."""
+        terms = [_rows(pair, first, last) * np.float32(scale * pair.scale) for scale, pair in self.pairs]
+        total: NDArray[np.float32] = terms[0]
+        for term in terms[1:]:
+            total += term
+        return total
+
+
+def _rows(pair: LoraTensor, first: int, last: int) -> NDArray[np.float32]:
+    if pair.op is Op.GET_ROWS:
+        # row t of the embedding is what the lookup of token t gives: B @ A[:, t]
+        found: NDArray[np.float32] = np.matmul(pair.a[:, first:last].T, pair.b.T)
+    else:
+        found = np.matmul(pair.b[first:last], pair.a)
+    return found
+
+
+def deltas_of(adapters: Iterable[tuple[float, Adapter]]) -> dict[str, Delta]:
+    """Target name to what all adapters at their scales add to it."""
+    deltas: dict[str, Delta] = {}
+    for scale, adapter in adapters:
+        for pair in adapter.tensors:
+            deltas.setdefault(pair.target, Delta()).pairs.append((scale, pair))
+    return deltas
+
+
+def merged(
+    source: mmap,
+    tensor: GgufTensor,
+    delta: Delta,
+    kind: GGMLQuantizationType,
+    rounding: Rounding,
+    name: str | None = None,
+) -> NewTensor:
+    """``tensor`` of the file ``source`` plus ``delta``, as ``kind``. Adds what is lost by rounding to ``rounding``.
+
+    Its data raises CommandFailed where a sum is not a number that ``kind`` can hold.
+    """
+    n_rows, n_columns = tensor.shape
+    name = name or tensor.name
+    step = max(1, _CHUNK_VALUES // n_columns)
+    stored = row_bytes(tensor.type, n_columns)
+
+    def chunk(first: int) -> tuple[Bytes, float, float]:
+        last = min(first + step, n_rows)
+        raw = np.frombuffer(source[tensor.offset + first * stored : tensor.offset + last * stored], np.uint8)
+        with np.errstate(all="ignore"):  # what is no number is refused next
+            added = delta.rows(first, last)
+            values = decode_rows(raw, tensor.type, n_columns) + added
+        _check_finite(values, name, kind)
+        written = encode_rows(values, kind)
+        error = decode_rows(written, kind, n_columns) - values
+        return written.data, _square(error), _square(added)
+
+    def data() -> Iterator[Bytes]:
+        for written, error, added in _in_order(chunk, range(0, n_rows, step)):
+            rounding.error += error
+            rounding.delta += added
+            yield written
+
+    return NewTensor(name, tensor.shape, kind, data)
+
+
+def _square(values: NDArray[np.float32]) -> float:
+    flat = values.ravel()
+    return float(flat @ flat)
+
+
+def _check_finite(values: NDArray[np.float32], name: str, kind: GGMLQuantizationType) -> None:
+    largest = float(np.abs(values).max())
+    if not np.isfinite(largest):
+        raise CommandFailed(f"tensor {name}: the merged weights are no finite numbers; is the base model damaged?")
+    if kind is GGMLQuantizationType.F16 and largest > np.finfo(np.float16).max:
+        raise CommandFailed(f"tensor {name}: the merged weights are too large for F16; give --type BF16 or F32")
+
+
+def _in_order(
+    work: Callable[[int], tuple[Bytes, float, float]], items: Iterable[int]
+) -> Iterator[tuple[Bytes, float, float]]:
+    """``work`` for each item, on all CPUs, a few ahead of what is taken; ggml's and numpy's loops free the GIL."""
+    n_threads = os.cpu_count() or 1
+    ahead: deque[Future[tuple[Bytes, float, float]]] = deque()
+    with ThreadPoolExecutor(n_threads) as executor:
+        try:
+            for item in items:
+                ahead.append(executor.submit(work, item))
+                if len(ahead) > n_threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 from safetensors.numpy import save
@@ -208,7 +208,9 @@ def make_gguf_adapter(
     if alpha is not None:
         writer.add_float32("adapter.lora.alpha", alpha)
     if invocation_tokens:
-        writer.add_array("adapter.alora.invocation_tokens", list(invocation_tokens))
+        writer.add_key_value(
+            "adapter.alora.invocation_tokens", list(invocation_tokens), GGUFValueType.ARRAY, GGUFValueType.UINT32
+        )
     for name, values in tensors.items():
         writer.add_tensor(name, quantize(values, dtype), raw_dtype=dtype)
     _finish(writer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ MAX_RANK = 1024
 MAX_FILE_BYTES = 8 << 30
 """An adapter file larger than this is refused before it is read."""
 MAX_PAIRS = 32 * 1024
+MAX_NAME = 256
+"""Characters in the name of an adapter's tensor."""
 
 _SHOWN = 4
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -29,33 +31,55 @@ def listed(names: Iterable[str]) -> str:
     """The first few of ``names`` for a message, and how many more there are."""
     every = sorted(names)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return ", ".join(name[:120] for name in every[:_SHOWN]) + more
+    shown = (name[:120] if name.isprintable() else ascii(name[:120]) for name in every[:_SHOWN])
+    return ", ".join(shown) + more
 
 
-def checked_pair(base: BaseModel, target: str, op: Op, a: NDArray[Any], b: NDArray[Any], scale: float) -> LoraTensor:
-    """The pair as a :class:`LoraTensor`, if it fits ``base``. Shapes as LoraTensor has them. Raises Refused."""
+def check_rank(target: str, rank: int) -> None:
+    """Raises Refused unless a pair may have this rank."""
+    if not 1 <= rank <= MAX_RANK:
+        raise Refused(f"tensor {target} has rank {rank}; 1 to {MAX_RANK} are supported")
+
+
+def check_scale(target: str, scale: float) -> None:
+    """Raises Refused unless ``scale`` is a number that the engine can compute with."""
+    if not math.isfinite(scale) or abs(scale) > _FLOAT32_MAX:
+        raise Refused(f"tensor {target} has the scale {scale}, which is not a finite number; check alpha")
+
+
+def matrix_of(base: BaseModel, target: str) -> tuple[int, int]:
+    """(n_out, n_in) of the base model's weight matrix. Raises Refused if there is none."""
     shape = base.shape_of(target)
     if shape is None:
         raise Refused(f"tensor {target} does not exist in the {base.describe()}; the adapter is for another model")
     if len(shape) != 2:
         raise Refused(f"tensor {target} has {len(shape)} dimensions in the base model; only matrices are supported")
     n_out, n_in = shape
-    if op is Op.GET_ROWS:
-        n_in, n_out = n_out, n_in
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-        raise Refused(f"tensor {target}: A {a.shape} and B {b.shape} are no low-rank pair; A is (rank, n), B (n, rank)")
-    rank = a.shape[0]
-    if not 1 <= rank <= MAX_RANK:
-        raise Refused(f"tensor {target} has rank {rank}; 1 to {MAX_RANK} are supported")
-    if a.shape != (rank, n_in) or b.shape != (n_out, rank):
+    return n_out, n_in
+
+
+def check_shapes(base: BaseModel, target: str, a: tuple[int, ...], b: tuple[int, ...], n_out: int, n_in: int) -> None:
+    """Raises Refused unless A is (rank, n_in) and B is (n_out, rank), for a rank that is supported."""
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        raise Refused(f"tensor {target}: A {a} and B {b} are no low-rank pair; A is (rank, n), B (n, rank)")
+    rank = a[0]
+    check_rank(target, rank)
+    if a != (rank, n_in) or b != (n_out, rank):
         raise Refused(
-            f"tensor {target} has the wrong shape: A {a.shape}, B {b.shape}; the {base.describe()} needs "
+            f"tensor {target} has the wrong shape: A {a}, B {b}; the {base.describe()} needs "
             f"A ({rank}, {n_in}), B ({n_out}, {rank}); the adapter is for another model"
         )
+
+
+def checked_pair(base: BaseModel, target: str, op: Op, a: NDArray[Any], b: NDArray[Any], scale: float) -> LoraTensor:
+    """The pair as a :class:`LoraTensor`, if it fits ``base``. Shapes as LoraTensor has them. Raises Refused."""
+    n_out, n_in = matrix_of(base, target)
+    if op is Op.GET_ROWS:
+        n_in, n_out = n_out, n_in
+    check_shapes(base, target, a.shape, b.shape, n_out, n_in)
     if not np.isfinite(a).all() or not np.isfinite(b).all():
         raise Refused(f"tensor {target} holds NaN or infinite weights; the adapter is damaged")
-    if not math.isfinite(scale) or abs(scale) > _FLOAT32_MAX:
-        raise Refused(f"tensor {target} has the scale {scale}, which is not a finite number; check alpha")
+    check_scale(target, scale)
     return LoraTensor(
         target, op, np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32), scale
     )
@@ -66,10 +90,18 @@ def op_for(target: str) -> Op:
     return Op.GET_ROWS if target == TOKEN_EMBD else Op.MUL_MAT
 
 
-def in_graph_order(tensors: Iterable[LoraTensor]) -> tuple[LoraTensor, ...]:
+class _Targeted(Protocol):
+    @property
+    def target(self) -> str: ...
+
+
+_T = TypeVar("_T", bound=_Targeted)
+
+
+def in_graph_order(tensors: Iterable[_T]) -> tuple[_T, ...]:
     """Embedding, then layer by layer, then the head: an order that does not depend on the file's."""
 
-    def key(tensor: LoraTensor) -> tuple[int, int, str]:
+    def key(tensor: _T) -> tuple[int, int, str]:
         parts = tensor.target.split(".")
         layer = int(parts[1]) if parts[0] == "blk" and len(parts) > 1 and parts[1].isdecimal() else 0
         place = {TOKEN_EMBD: 0, OUTPUT: 2}.get(tensor.target, 1)

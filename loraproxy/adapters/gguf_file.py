@@ -8,40 +8,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
-from gguf.constants import GGMLQuantizationType, GGUFValueType
-from gguf.quants import dequantize
-from numpy.typing import NDArray
+from gguf.constants import GGUFValueType
 
 from loraproxy.adapters.base_model import BaseModel
-from loraproxy.adapters.checks import MAX_FILE_BYTES, MAX_PAIRS, Refused, checked_pair, in_graph_order, listed, op_for
-from loraproxy.adapters.gguf_header import GgufArray, GgufHeader, GgufTensor, read_gguf_header
-from loraproxy.adapters.tensors import LoraTensor, Op
+from loraproxy.adapters.checks import MAX_NAME, MAX_PAIRS, Refused, listed, matrix_of, op_for
+from loraproxy.adapters.files import CheckedFile
+from loraproxy.adapters.gguf_header import GgufArray, GgufHeader, HeaderGoesOn, read_gguf_header
+from loraproxy.adapters.names import shorten
+from loraproxy.adapters.pairs import AdapterPlan, Part, Rows, plan_pairs
+from loraproxy.adapters.stored import StoredTensor
+from loraproxy.adapters.tensors import Op
+from loraproxy.adapters.unsupported import LeftOut, Unsupported
 
 _ALPHA = "adapter.lora.alpha"
 _ALORA = "adapter.alora.invocation_tokens"
-_PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
+_BASE_NAME = "general.base_model.0.name"
+_FIRST_LOOK = 128 * 1024
+_MAX_TRAILING = 1 << 20
+
+_Pairs = dict[str, tuple[StoredTensor, StoredTensor]]
 
 
-def pairs_from_gguf(data: bytes, base: BaseModel) -> tuple[tuple[LoraTensor, ...], tuple[str, ...]]:
-    """Read the GGUF adapter whose whole content is ``data``: (pairs, notes).
-
-    Raises Refused, or GgufError for a damaged file, with the reason.
-    """
-    header = read_gguf_header(data)
+def plan_gguf(file: CheckedFile, base: BaseModel, unsupported: Unsupported) -> AdapterPlan:
+    """What a GGUF adapter adds to ``base``, from its header. Raises Refused or GgufError with the reason."""
+    header = _header(file)
     alpha = _check_metadata(header, base)
-    halves, norms = _halves(header)
-    incomplete = [f"{name}.lora_{'ab'[a is not None]}" for name, (a, b) in halves.items() if a is None or b is None]
-    if incomplete:
-        raise Refused(f"half of a pair is missing: {listed(incomplete)}; convert the adapter again")
-    if not halves:
+    left = LeftOut(unsupported)
+    tokens = _invocation_tokens(header, left)
+    pairs, norms = _pairs(header, left)
+    if not pairs:
         raise Refused("the file holds no lora_a/lora_b tensors")
-    if sum(_n_values(a) + _n_values(b) for a, b in halves.values()) * 4 > MAX_FILE_BYTES:
-        raise Refused(f"the weights take more than {MAX_FILE_BYTES >> 30} GiB as float32")
-    notes = (f"ignored as llama.cpp ignores them: {listed(norms)}",) if norms else ()
-    return in_graph_order(_pairs(data, halves, alpha, base)), notes
+    known = _known(pairs, base, left)
+    name = header.metadata.get(_BASE_NAME)
+    return AdapterPlan(
+        pairs=plan_pairs(base, _parts(known, alpha, base)),
+        notes=(f"ignored as llama.cpp ignores them: {listed(norms)}",) if norms else (),
+        left_out=left.sentences,
+        invocation_tokens=tokens,
+        base_name=name[:256] if isinstance(name, str) else "",
+    )
+
+
+def _header(file: CheckedFile) -> GgufHeader:
+    """Read as much of the file as its header takes."""
+    n_bytes = _FIRST_LOOK
+    while True:
+        try:
+            header = read_gguf_header(file.head(n_bytes), file.size)
+            break
+        except HeaderGoesOn:
+            n_bytes *= 4
+    end = max((tensor.offset + tensor.n_bytes for tensor in header.tensors.values()), default=file.size)
+    if file.size - end > _MAX_TRAILING:
+        raise Refused(f"{file.size - end} bytes follow the last tensor: the file is damaged")
+    return header
 
 
 def _check_metadata(header: GgufHeader, base: BaseModel) -> float:
@@ -49,18 +70,15 @@ def _check_metadata(header: GgufHeader, base: BaseModel) -> float:
     kind, adapter_type = header.text("general.type"), header.text("adapter.type")
     if kind != "adapter":
         what = "a model, not an adapter" if kind in ("", "model") else "not an adapter"
-        raise Refused(f"the file is {what} (general.type is {kind!r}, it must be 'adapter')")
+        raise Refused(f"the file is {what} (general.type is {shorten(kind)}, it must be 'adapter')")
     if adapter_type != "lora":
-        raise Refused(f"adapter.type is {adapter_type!r}; only 'lora' is supported")
+        raise Refused(f"adapter.type is {shorten(adapter_type)}; only 'lora' is supported")
     architecture = header.text("general.architecture")
     if architecture != base.architecture:
         raise Refused(
-            f"the adapter is for the architecture {architecture!r}, the base model is a {base.describe()}; "
+            f"the adapter is for the architecture {shorten(architecture)}, the base model is a {base.describe()}; "
             "use an adapter trained for this base model"
         )
-    invocation = header.metadata.get(_ALORA)
-    if invocation is not None and not (isinstance(invocation, GgufArray) and invocation.count == 0):
-        raise Refused(f"activated LoRA ({_ALORA}) is not supported; use a plain LoRA")
     alpha = header.metadata.get(_ALPHA, 0.0)
     if not isinstance(alpha, float) or header.types.get(_ALPHA) not in (None, GGUFValueType.FLOAT32):
         raise Refused(f"{_ALPHA} must be a float32 number")
@@ -69,64 +87,59 @@ def _check_metadata(header: GgufHeader, base: BaseModel) -> float:
     return alpha
 
 
-_Halves = dict[str, tuple[GgufTensor | None, GgufTensor | None]]
+def _invocation_tokens(header: GgufHeader, left: LeftOut) -> tuple[int, ...]:
+    value = header.metadata.get(_ALORA)
+    if value is None or (isinstance(value, GgufArray) and value.count == 0):
+        return ()
+    if not isinstance(value, GgufArray) or value.type is not GGUFValueType.UINT32 or len(value.values) != value.count:
+        raise Refused(f"{_ALORA} must be a list of tokens, as uint32 numbers")
+    left.add(
+        f"activated LoRA ({_ALORA}), which starts in the middle of a prompt, is not supported",
+        instead="applied to the whole prompt as a plain LoRA",
+    )
+    return tuple(int(token) for token in value.values)
 
 
-def _halves(header: GgufHeader) -> tuple[_Halves, list[str]]:
-    """Target name to its (A, B), either of which may be missing; and the names of norm vectors."""
-    halves: _Halves = {}
+def _pairs(header: GgufHeader, left: LeftOut) -> tuple[_Pairs, list[str]]:
+    """Target name to its A and B; and the names of norm vectors."""
+    halves: dict[str, dict[str, StoredTensor]] = {}
     norms, unexpected = [], []
     for name, tensor in header.tensors.items():
         target, _, suffix = name.rpartition(".")
-        a, b = halves.get(target, (None, None))
-        if suffix == "lora_a":
-            halves[target] = (tensor, b)
-        elif suffix == "lora_b":
-            halves[target] = (a, tensor)
+        if len(name) > MAX_NAME:
+            raise Refused(f"the name {shorten(name)} is longer than {MAX_NAME}")
+        if suffix in ("lora_a", "lora_b"):
+            halves.setdefault(target, {})[suffix] = tensor
         elif name.endswith("_norm.weight"):
             norms.append(name)
         else:
             unexpected.append(name)
     if unexpected:
-        raise Refused(f"tensors that are neither lora_a nor lora_b: {listed(unexpected)}; only plain LoRA is supported")
+        left.add("tensors that are neither lora_a nor lora_b, and so no plain LoRA", unexpected)
     if len(halves) > MAX_PAIRS:
         raise Refused(f"the file holds {len(halves)} pairs; at most {MAX_PAIRS} are supported")
-    return halves, norms
+    missing = [f"{name}.{half}" for name, has in halves.items() for half in ("lora_a", "lora_b") if half not in has]
+    if missing:
+        raise Refused(f"half of a pair is missing: {listed(missing)}; convert the adapter again")
+    return {target: (both["lora_a"], both["lora_b"]) for target, both in halves.items()}, norms
 
 
-def _pairs(data: bytes, halves: _Halves, alpha: float, base: BaseModel) -> Iterator[LoraTensor]:
-    for target, (a_info, b_info) in halves.items():
-        assert a_info is not None
-        assert b_info is not None
-        op = op_for(target)
-        shapes = (a_info.shape, b_info.shape)
-        if base.shape_of(target) is not None and any(len(shape) != 2 for shape in shapes):
-            raise Refused(f"tensor {target}: A {shapes[0]} and B {shapes[1]} must be matrices")
-        a, b = _decode(data, a_info), _decode(data, b_info)
-        if op is Op.GET_ROWS:
-            # A is stored as (n_vocab, rank), so that GET_ROWS can pick a token's row of it
-            a = a.T
-        rank = b.shape[-1]
-        yield checked_pair(base, target, op, a, b, alpha / rank if alpha != 0 else 1.0)
+def _known(pairs: _Pairs, base: BaseModel, left: LeftOut) -> _Pairs:
+    """The pairs of tensors that the base has. Raises Refused if there are none."""
+    unknown = [target for target in pairs if base.shape_of(target) is None]
+    lacks = f"tensors that the {base.describe()} does not have"
+    if len(unknown) == len(pairs):
+        raise Refused(f"{lacks}: {listed(unknown)}; use an adapter that was trained for this base model")
+    if unknown:
+        left.add(lacks, unknown, way_out="use an adapter that was trained for this base model")
+    return {target: halves for target, halves in pairs.items() if target not in unknown}
 
 
-def _decode(data: bytes, info: GgufTensor) -> NDArray[Any]:
-    """The tensor's values as float32, in its shape."""
-    if info.type in _PLAIN:
-        plain = np.frombuffer(data, _PLAIN[info.type], _n_values(info), info.offset)
-        return plain.reshape(info.shape).astype(np.float32)
-    raw = np.frombuffer(data, np.uint8, info.n_bytes, info.offset)
-    rows = _n_values(info) // info.shape[-1]
-    try:
-        with np.errstate(all="ignore"):  # damaged blocks may decode to infinities, which are refused later
-            values: NDArray[Any] = dequantize(raw.reshape(rows, -1), info.type)
-    except NotImplementedError:
-        raise Refused(
-            f"tensor {info.name} has the type {info.type.name}, which cannot be read; "
-            "convert the adapter with --outtype f16"
-        ) from None
-    return values.reshape(info.shape)
-
-
-def _n_values(info: GgufTensor | None) -> int:
-    return 0 if info is None else math.prod(info.shape)
+def _parts(pairs: _Pairs, alpha: float, base: BaseModel) -> Iterator[tuple[str, Part]]:
+    for target, (a, b) in pairs.items():
+        n_out, n_in = matrix_of(base, target)
+        # an embedding's A is stored as (n_vocab, rank), so that GET_ROWS can pick a token's row of it
+        embedding = op_for(target) is Op.GET_ROWS
+        n_rows = n_in if embedding else n_out
+        scale = alpha / max(b.shape[-1], 1) if alpha != 0 else 1.0
+        yield target, Part(target, a, b, scale, (Rows(0, 0, n_rows),), n_rows, a_by_token=embedding)

@@ -20,6 +20,8 @@ from gguf.constants import (
     GGUFValueType,
 )
 
+from loraproxy.adapters.stored import StoredTensor
+
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_NAME = 64 * 1024
@@ -30,22 +32,32 @@ _MIN_KV_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 _SCALARS = {
-    GGUFValueType.UINT8: "<B",
-    GGUFValueType.INT8: "<b",
-    GGUFValueType.UINT16: "<H",
-    GGUFValueType.INT16: "<h",
-    GGUFValueType.UINT32: "<I",
-    GGUFValueType.INT32: "<i",
-    GGUFValueType.FLOAT32: "<f",
-    GGUFValueType.BOOL: "<?",
-    GGUFValueType.UINT64: "<Q",
-    GGUFValueType.INT64: "<q",
-    GGUFValueType.FLOAT64: "<d",
+    kind: struct.Struct(code)
+    for kind, code in {
+        GGUFValueType.UINT8: "<B",
+        GGUFValueType.INT8: "<b",
+        GGUFValueType.UINT16: "<H",
+        GGUFValueType.INT16: "<h",
+        GGUFValueType.UINT32: "<I",
+        GGUFValueType.INT32: "<i",
+        GGUFValueType.FLOAT32: "<f",
+        GGUFValueType.BOOL: "<?",
+        GGUFValueType.UINT64: "<Q",
+        GGUFValueType.INT64: "<q",
+        GGUFValueType.FLOAT64: "<d",
+    }.items()
 }
+_U32, _U64 = _SCALARS[GGUFValueType.UINT32], _SCALARS[GGUFValueType.UINT64]
+# dimensions, type, offset
+_INFO = {n: struct.Struct(f"<{n}QIQ") for n in range(1, _MAX_DIMS + 1)}
 
 
 class GgufError(ValueError):
     """The file is not a whole, valid GGUF file; the message says where it is wrong."""
+
+
+class HeaderGoesOn(Exception):
+    """The header is longer than the part of the file that was given."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +70,7 @@ class GgufArray:
 
 
 GgufValue = str | int | float | bool | GgufArray
-
-
-@dataclass(frozen=True)
-class GgufTensor:
-    """Where a tensor lies: ``shape`` in numpy order (rows first), ``offset`` from the start of the file, in bytes."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: GGMLQuantizationType
-    offset: int
-    n_bytes: int
+GgufTensor = StoredTensor
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,12 @@ class GgufHeader:
         return value
 
 
-def read_gguf_header(data: bytes | mmap) -> GgufHeader:
-    """Read the header of the GGUF file whose whole content is ``data``. Raises GgufError."""
-    cursor = _Cursor(data)
+def read_gguf_header(data: bytes | mmap, size: int | None = None) -> GgufHeader:
+    """Read the header of a GGUF file of ``size`` bytes, of which ``data`` is all (the default) or the beginning.
+
+    Raises GgufError, and HeaderGoesOn if the header ends beyond ``data``.
+    """
+    cursor = _Cursor(data, len(data) if size is None else size)
     n_tensors, n_kv = _preamble(cursor)
     metadata: dict[str, GgufValue] = {}
     types: dict[str, GGUFValueType] = {}
@@ -119,30 +124,37 @@ def read_gguf_header(data: bytes | mmap) -> GgufHeader:
     for name, shape, kind, offset in infos:
         if name in tensors:
             raise GgufError(f"the tensor {name[:80]!r} appears twice")
-        tensors[name] = _placed(name, shape, kind, start + offset, len(data))
+        tensors[name] = _placed(name, shape, kind, start + offset, cursor.size)
+    _check_apart(tensors)
     return GgufHeader(metadata, types, tensors, entries)
 
 
 class _Cursor:
     """A position in the file; every read is checked against the file's end first."""
 
-    def __init__(self, data: bytes | mmap) -> None:
+    def __init__(self, data: bytes | mmap, size: int) -> None:
         self.data = data
+        self.size = size
+        self.known = len(data)
         self.at = 0
 
     def need(self, n_bytes: int, what: str) -> None:
-        if n_bytes > len(self.data) - self.at:
-            raise GgufError(f"the file ends within {what}: it is truncated or damaged")
+        if n_bytes > self.known - self.at:
+            if n_bytes > self.size - self.at:
+                raise GgufError(f"the file ends within {what}: it is truncated or damaged")
+            raise HeaderGoesOn
 
-    def scalar(self, fmt: str, what: str) -> Any:
-        size = struct.calcsize(fmt)
-        self.need(size, what)
-        (value,) = struct.unpack_from(fmt, self.data, self.at)
-        self.at += size
-        return value
+    def unpack(self, layout: struct.Struct, what: str) -> tuple[Any, ...]:
+        self.need(layout.size, what)
+        values = layout.unpack_from(self.data, self.at)
+        self.at += layout.size
+        return values
+
+    def scalar(self, layout: struct.Struct, what: str) -> Any:
+        return self.unpack(layout, what)[0]
 
     def string(self, what: str, limit: int | None = None) -> str:
-        length: int = self.scalar("<Q", what)
+        length: int = self.scalar(_U64, what)
         if limit is not None and length > limit:
             raise GgufError(f"{what} is {length} bytes long; at most {limit} are allowed: the file is damaged")
         self.need(length, what)
@@ -154,10 +166,11 @@ class _Cursor:
             raise GgufError(f"{what} is not valid UTF-8") from None
 
     def skip_strings(self, count: int, what: str) -> None:
-        unpack, end, at = struct.Struct("<Q").unpack_from, len(self.data) - 8, self.at
+        unpack, end, at = _U64.unpack_from, self.known - 8, self.at
         for _ in range(count):
             if at > end:
-                raise GgufError(f"the file ends within {what}: it is truncated or damaged")
+                self.at = at
+                self.need(8, what)
             at += 8 + unpack(self.data, at)[0]
         self.at = at
         self.need(0, what)
@@ -165,15 +178,15 @@ class _Cursor:
 
 def _preamble(cursor: _Cursor) -> tuple[int, int]:
     """Check magic and version; return the numbers of tensors and of metadata entries."""
-    if len(cursor.data) < len(_MAGIC) or cursor.data[: len(_MAGIC)] != _MAGIC:
+    if cursor.known < len(_MAGIC) or cursor.data[: len(_MAGIC)] != _MAGIC:
         raise GgufError("not a GGUF file (it does not begin with 'GGUF')")
     cursor.at = len(_MAGIC)
-    version = cursor.scalar("<I", "the header")
+    version = cursor.scalar(_U32, "the header")
     if version not in _VERSIONS:
         endian = " (a big-endian file?)" if version & 0xFFFF == 0 and version else ""
         raise GgufError(f"GGUF version {version}{endian} is not supported; versions 2 and 3, little-endian, are")
-    n_tensors, n_kv = cursor.scalar("<Q", "the header"), cursor.scalar("<Q", "the header")
-    left = len(cursor.data) - cursor.at
+    n_tensors, n_kv = cursor.scalar(_U64, "the header"), cursor.scalar(_U64, "the header")
+    left = cursor.size - cursor.at
     if n_kv * _MIN_KV_BYTES + n_tensors * _MIN_TENSOR_BYTES > left:
         raise GgufError(
             f"the header announces {n_kv} metadata entries and {n_tensors} tensors, more than {left} bytes can hold: "
@@ -190,25 +203,25 @@ def _value_type(raw: int, key: str) -> GGUFValueType:
 
 
 def _value(cursor: _Cursor, key: str) -> tuple[GGUFValueType, GgufValue]:
-    kind = _value_type(cursor.scalar("<I", key[:80]), key)
+    kind = _value_type(cursor.scalar(_U32, key[:80]), key)
     if kind is GGUFValueType.STRING:
         return kind, cursor.string(key[:80])
     if kind is not GGUFValueType.ARRAY:
         return kind, cursor.scalar(_SCALARS[kind], key[:80])
-    item = _value_type(cursor.scalar("<I", key[:80]), key)
-    count: int = cursor.scalar("<Q", key[:80])
+    item = _value_type(cursor.scalar(_U32, key[:80]), key)
+    count: int = cursor.scalar(_U64, key[:80])
     if item is GGUFValueType.ARRAY:
         raise GgufError(f"{key[:80]} is an array of arrays")
     if item is GGUFValueType.STRING:
         cursor.need(count * 8, key[:80])
         cursor.skip_strings(count, key[:80])
         return kind, GgufArray(item, count)
-    fmt = _SCALARS[item]
-    size = count * struct.calcsize(fmt)
+    layout = _SCALARS[item]
+    size = count * layout.size
     cursor.need(size, key[:80])
     values: tuple[Any, ...] = ()
     if count <= _KEPT_ARRAY:
-        values = struct.unpack_from(f"<{count}{fmt[1]}", cursor.data, cursor.at)
+        values = struct.unpack_from(f"<{count}{layout.format[1]}", cursor.data, cursor.at)
     cursor.at += size
     return kind, GgufArray(item, count, values)
 
@@ -216,16 +229,14 @@ def _value(cursor: _Cursor, key: str) -> tuple[GGUFValueType, GgufValue]:
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """(name, shape in numpy order, raw type, offset within the data) as the file states them."""
     name = cursor.string("a tensor's name", _MAX_NAME)
-    what = f"the entry of tensor {name[:80]!r}"
-    n_dims = cursor.scalar("<I", what)
+    n_dims = cursor.scalar(_U32, "a tensor's entry")
     if not 1 <= n_dims <= _MAX_DIMS:
         raise GgufError(f"tensor {name[:80]!r} has {n_dims} dimensions; 1 to {_MAX_DIMS} are allowed")
-    dims = tuple(int(cursor.scalar("<Q", what)) for _ in range(n_dims))
-    if not all(1 <= dim <= _MAX_DIM for dim in dims):
-        raise GgufError(f"tensor {name[:80]!r} has the impossible shape {dims[::-1]}")
-    kind: int = cursor.scalar("<I", what)
-    offset: int = cursor.scalar("<Q", what)
-    return name, dims[::-1], kind, offset
+    *dims, kind, offset = cursor.unpack(_INFO[n_dims], "a tensor's entry")
+    shape = tuple(reversed(dims))
+    if min(shape) < 1 or max(shape) > _MAX_DIM:
+        raise GgufError(f"tensor {name[:80]!r} has the impossible shape {shape}")
+    return name, shape, kind, offset
 
 
 def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, file_size: int) -> GgufTensor:
@@ -245,3 +256,12 @@ def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, file_size
             "it is truncated or damaged"
         )
     return GgufTensor(name, shape, quant, offset, n_bytes)
+
+
+def _check_apart(tensors: Mapping[str, GgufTensor]) -> None:
+    """No two tensors share bytes: so many tensors in few bytes cannot claim more memory than the file has."""
+    end = 0
+    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            raise GgufError(f"the tensor {tensor.name[:80]!r} begins before the one before it ends")
+        end = tensor.offset + tensor.n_bytes

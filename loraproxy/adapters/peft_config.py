@@ -1,42 +1,40 @@
 """adapter_config.json of a PEFT LoRA: what is asked for, whether it can be done, and each module's scale.
 
-Formulas and matching rule: PEFT's LoraLayer.update_layer and get_pattern_key.
+Formulas and matching rules: PEFT's LoraLayer.update_layer, get_pattern_key and check_target_module_exists.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from loraproxy.adapters.checks import Refused
 from loraproxy.adapters.names import shorten
+from loraproxy.adapters.peft_names import DORA, TOKENS
+from loraproxy.adapters.peft_patterns import LayerChoice, ModulePatterns
+from loraproxy.adapters.unsupported import WAY_OUT
 
-# Patterns are regular expressions of a stranger's: these limits keep matching them all within seconds.
-_MAX_PATTERNS = 2048
-_MAX_REPEATING_PATTERNS = 64
-_MAX_PATTERN_LENGTH = 256
-_MAX_REPEATS = 2
-_REPEAT = re.compile(r"[*+?{]")
-
-_UNSUPPORTED = {
-    "use_dora": "DoRA (use_dora) changes the weights' magnitudes",
+# what makes an adapter something else than pairs added to the base model's own weights: without it nothing is right
+_NO_PLAIN_PAIRS = {
     "use_qalora": "QALoRA (use_qalora) pools its inputs",
     "use_bdlora": "block-diagonal LoRA (use_bdlora) is no plain pair",
     "arrow_config": "Arrow routing (arrow_config) mixes adapters per token",
     "kasa_config": "KaSA (kasa_config) changes the base weights",
     "monteclora_config": "MonteCLoRA (monteclora_config) is no plain pair",
-    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens) starts in the middle of a prompt",
     "layer_replication": "layer_replication changes the base model's layers",
-    "target_parameters": "target_parameters adapts tensors that are no modules",
-    "trainable_token_indices": "trainable_token_indices replaces rows of the embedding",
-    "modules_to_save": "modules_to_save replaces whole weights",
 }
+_LEAVABLE = {
+    "use_dora": DORA,
+    "trainable_token_indices": TOKENS,
+    "target_parameters": "adapting tensors that are no modules (target_parameters) is not supported",
+}
+# velora changes only how it is trained
+_KNOWN_SWITCHES = frozenset((*_NO_PLAIN_PAIRS, *_LEAVABLE, "use_rslora", "use_velora"))
 _INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga")
-_WAY_OUT = "train a plain LoRA, or merge the adapter into the base model"
+_MAX_INVOCATION_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -44,46 +42,58 @@ class PeftConfig:
     """The parts of the configuration that decide how the weights are applied."""
 
     alpha: float
-    alpha_pattern: tuple[tuple[re.Pattern[str], float], ...]
-    """Patterns over module names, in the file's order, each with its alpha."""
+    alphas: ModulePatterns
+    rank: int | None
+    ranks: ModulePatterns
     rslora: bool
+    layers: LayerChoice
     weight_tying: bool
     base_name: str
+    peft_version: str
+    saved_modules: tuple[str, ...]
+    """What modules_to_save names."""
+    unsupported: tuple[str, ...]
+    """A sentence for each feature that is asked for and cannot be had, but without which the rest makes sense."""
+    activated: bool
+    """Activated LoRA (aLoRA): it applies from its invocation tokens on."""
+    invocation_tokens: tuple[int, ...]
 
     @classmethod
     def parse(cls, data: bytes) -> PeftConfig:
-        """Read adapter_config.json. Raises Refused with the reason, for everything that is no plain LoRA too."""
+        """Read adapter_config.json. Raises Refused with the reason, for what is no plain LoRA at all too."""
         try:
             config = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise Refused(f"adapter_config.json is not JSON: {error}") from None
+            raise Refused(f"adapter_config.json is not JSON: {shorten(str(error))}") from None
         if not isinstance(config, dict):
             raise Refused("adapter_config.json is not a JSON object")
-        _check_supported(config)
-        rank_pattern = config.get("rank_pattern") or {}
-        alpha_pattern = config.get("alpha_pattern") or {}
-        if not isinstance(rank_pattern, dict) or not isinstance(alpha_pattern, dict):
-            raise Refused("adapter_config.json: rank_pattern and alpha_pattern must be objects")
-        if len(alpha_pattern) > _MAX_PATTERNS or sum(map(_repeats, alpha_pattern)) > _MAX_REPEATING_PATTERNS:
-            raise Refused(
-                f"adapter_config.json: alpha_pattern has more than {_MAX_PATTERNS} entries, or more than "
-                f"{_MAX_REPEATING_PATTERNS} with repetitions; write the module names out"
-            )
-        base_name = config.get("base_model_name_or_path")
+        _check_plain(config)
+        tokens = config.get("alora_invocation_tokens")
+        saved = config.get("modules_to_save")
         return cls(
             alpha=_alpha(config.get("lora_alpha"), "lora_alpha"),
-            alpha_pattern=tuple(
-                (_compiled(key), _alpha(value, f"alpha_pattern[{shorten(key)}]"))
-                for key, value in alpha_pattern.items()
-            ),
+            alphas=ModulePatterns.parse(config.get("alpha_pattern"), "alpha_pattern", _alpha),
+            rank=None if config.get("r") is None else int(_rank(config["r"], "r")),
+            ranks=ModulePatterns.parse(config.get("rank_pattern"), "rank_pattern", _rank),
             rslora=_flag(config, "use_rslora"),
+            layers=LayerChoice.parse(config.get("layers_to_transform"), config.get("layers_pattern")),
             weight_tying=_flag(config, "ensure_weight_tying"),
-            base_name=base_name if isinstance(base_name, str) else "",
+            base_name=_text(config, "base_model_name_or_path"),
+            peft_version=_text(config, "peft_version"),
+            saved_modules=tuple(str(name) for name in saved) if isinstance(saved, list) else (),
+            unsupported=tuple(why for key, why in _LEAVABLE.items() if _is_set(config, key)),
+            activated=_is_set(config, "alora_invocation_tokens") or bool(_text(config, "invocation_string")),
+            invocation_tokens=_tokens(tokens) if _is_set(config, "alora_invocation_tokens") else (),
         )
 
     def alpha_of(self, module: str) -> float:
         """The alpha of a module of the base model, by the first pattern that matches its name."""
-        return next((alpha for pattern, alpha in self.alpha_pattern if pattern.match(module)), self.alpha)
+        return float(self.alphas.value_for(module, self.alpha))
+
+    def stated_rank_of(self, module: str) -> int | None:
+        """The rank that r and rank_pattern give a module; the pair's own is what its tensors have."""
+        stated = self.ranks.value_for(module, self.rank)
+        return None if stated is None else int(stated)
 
     def scale(self, alpha: float, rank: int) -> float:
         """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA (arXiv 2312.03732).
@@ -97,14 +107,24 @@ class PeftConfig:
         kind, divisor = ("rsLoRA", f"sqrt({rank})") if self.rslora else ("LoRA", str(rank))
         return f"{kind}: scale = {alpha:g} / {divisor} = {self.scale(alpha, rank):.3g}"
 
+    def trained_with(self, major: int, minor: int) -> bool:
+        """True if PEFT was of this version or later; it states its version since 0.18."""
+        parts = self.peft_version.split(".")
+        if len(parts) < 2 or not all(part.isascii() and part.isdecimal() and len(part) < 6 for part in parts[:2]):
+            return False
+        return (int(parts[0]), int(parts[1])) >= (major, minor)
 
-def _check_supported(config: Mapping[str, Any]) -> None:
+
+def _check_plain(config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise Refused(f"peft_type is {shorten(kind)}; only 'LORA' is supported: {_WAY_OUT}")
-    for key, why in _UNSUPPORTED.items():
-        if config.get(key) not in (None, False, [], {}):
-            raise Refused(f"{why}, which is not supported: {_WAY_OUT}")
+        raise Refused(f"peft_type is {shorten(kind)}; only 'LORA' is supported: {WAY_OUT}")
+    for key, why in _NO_PLAIN_PAIRS.items():
+        if _is_set(config, key):
+            raise Refused(f"{why}, which is not supported: {WAY_OUT}")
+    for key, value in config.items():
+        if key.startswith("use_") and value is True and key not in _KNOWN_SWITCHES:
+            raise Refused(f"{shorten(key)} is set, a variant of LoRA that is not known here: {WAY_OUT}")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_INITS_THAT_CHANGE_THE_BASE):
         raise Refused(
@@ -113,35 +133,31 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         )
 
 
-def _repeats(pattern: str) -> bool:
-    return _REPEAT.search(pattern) is not None
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """As PEFT matches it. Refuses expressions that are none, or that could take exponential time on a name."""
-    if len(pattern) > _MAX_PATTERN_LENGTH:
-        raise Refused(f"adapter_config.json: the pattern {shorten(pattern)} is longer than {_MAX_PATTERN_LENGTH}")
-    if len(_REPEAT.findall(pattern)) > _MAX_REPEATS or re.search(r"\)[*+{]", pattern):
-        raise Refused(
-            f"adapter_config.json: the pattern {shorten(pattern)} repeats groups or has more than {_MAX_REPEATS} "
-            "repetitions; write the module names out"
-        )
-    try:
-        return re.compile(rf"(.*\.)?({pattern})$")
-    except (re.error, OverflowError, RecursionError) as error:
-        raise Refused(f"adapter_config.json: the pattern {shorten(pattern)} is wrong: {error}") from None
+def _is_set(config: Mapping[str, Any], key: str) -> bool:
+    return config.get(key) not in (None, False, [], {})
 
 
 def _alpha(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise Refused(f"adapter_config.json: {where} must be a number, not {shorten(value)}")
-    try:
-        alpha = float(value)
-    except OverflowError:
-        alpha = math.inf
+    alpha = _number(value, where)
     if alpha == 0 or not math.isfinite(alpha):
         raise Refused(f"adapter_config.json: {where} must be a finite number other than 0, not {shorten(value)}")
     return alpha
+
+
+def _rank(value: Any, where: str) -> float:
+    rank = _number(value, where)
+    if not 1 <= rank < 1 << 31 or rank != int(rank):
+        raise Refused(f"adapter_config.json: {where} must be a whole number of at least 1, not {shorten(value)}")
+    return rank
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise Refused(f"adapter_config.json: {where} must be a number, not {shorten(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _flag(config: Mapping[str, Any], key: str) -> bool:
@@ -149,3 +165,16 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
     if value not in (None, True, False):
         raise Refused(f"adapter_config.json: {key} must be true or false, not {shorten(value)}")
     return bool(value)
+
+
+def _text(config: Mapping[str, Any], key: str) -> str:
+    value = config.get(key)
+    return value[:256] if isinstance(value, str) else ""
+
+
+def _tokens(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_INVOCATION_TOKENS:
+        raise Refused(f"adapter_config.json: alora_invocation_tokens must be a list of tokens, not {shorten(value)}")
+    if not all(type(token) is int and 0 <= token < 1 << 31 for token in value):
+        raise Refused(f"adapter_config.json: alora_invocation_tokens must be numbers of tokens, not {shorten(value)}")
+    return tuple(value)

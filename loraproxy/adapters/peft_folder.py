@@ -5,205 +5,145 @@ Names and row order follow llama.cpp's convert_lora_to_gguf.py.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
-import numpy as np
-import safetensors
-from numpy.typing import NDArray
-
-from loraproxy.adapters.architectures import ModuleNames, permute_rows
+from loraproxy.adapters.architectures import ModuleNames
 from loraproxy.adapters.base_model import OUTPUT, TOKEN_EMBD, BaseModel
-from loraproxy.adapters.checks import MAX_PAIRS, Refused, checked_pair, in_graph_order, listed, op_for
+from loraproxy.adapters.checks import MAX_PAIRS, Refused, listed, op_for
+from loraproxy.adapters.pairs import AdapterPlan, Part, Place, PlannedPair, plan_pairs
 from loraproxy.adapters.peft_config import PeftConfig
-from loraproxy.adapters.tensors import LoraTensor, Op
+from loraproxy.adapters.peft_names import WHOLE, PeftModule, PeftTensors, sort_tensors
+from loraproxy.adapters.stored import StoredTensor
+from loraproxy.adapters.tensors import Op
+from loraproxy.adapters.unsupported import LeftOut, Unsupported
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-_PREFIX = "base_model.model."
-# PEFT drops the adapter's name (the part after lora_A) when it saves; some trainers' own checkpoints keep it
-_LINEAR = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(\.[^.]+)?\.weight")
-_EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<half>[AB])(\.[^.]+)?")
-_BASE_LAYER = ".base_layer.weight"
 _MAX_SCALE_NOTES = 8
-_WAY_OUT = "train a plain LoRA, or merge the adapter into the base model"
-
-_Arrays = dict[str, NDArray[Any]]
+_Modules = Mapping[str, PeftModule]
 
 
-@dataclass
-class _Module:
-    """One adapted module: ``halves`` holds A and B as PEFT stores them."""
+def plan_peft(
+    config: bytes, tensors: Mapping[str, StoredTensor], base: BaseModel, unsupported: Unsupported
+) -> AdapterPlan:
+    """What a PEFT LoRA adds to ``base``, from its configuration and the header of its weights.
 
-    embedding: bool
-    halves: _Arrays = field(default_factory=dict)
-
-    @property
-    def rank(self) -> int:
-        """The inner dimension; at least 1, so that a scale can be worked out before an empty pair is refused."""
-        return max(int(self.halves["A"].shape[0]), 1)
-
-
-def pairs_from_peft(config: bytes, weights: bytes, base: BaseModel) -> tuple[tuple[LoraTensor, ...], tuple[str, ...]]:
-    """Read a PEFT LoRA from the contents of its two files: (pairs, notes). Raises Refused with the reason.
-
-    A and B of linear layers are (rank, n_in) and (n_out, rank) whether or not ``fan_in_fan_out`` is set, which
-    says how the base's own weight lies. ``fan_in_fan_out`` therefore changes nothing here.
+    Raises Refused with the reason. A and B of linear layers are (rank, n_in) and (n_out, rank) whether or not
+    ``fan_in_fan_out`` is set, which says how the base's own weight lies: it changes nothing here.
     """
     settings = PeftConfig.parse(config)
     names = ModuleNames(base)
-    arrays = _load(weights)
-    modules, saved_base = _sort(arrays)
-    _check_whole(modules)
-    notes: list[str] = []
-    if saved_base:
-        _check_saved_base(saved_base, names, base)
-        notes.append(f"left out, being the base model's own weights: {listed(saved_base)}")
+    left = LeftOut(unsupported)
+    found = sort_tensors(tensors)
+    _leave_out(found, settings, left)
+    notes = _saved_base_notes(found.saved_base, names, base)
+    if settings.saved_modules and WHOLE not in found.strange:
+        notes.append(
+            f"modules_to_save names modules whose weights are not in the file: {listed(settings.saved_modules)}"
+        )
     try:
-        targets = _targets(modules, names, base)
-        alphas = {name: settings.alpha_of(name) for name in modules}
-        scales = {name: settings.scale(alphas[name], module.rank) for name, module in modules.items()}
-        pairs = in_graph_order(_pairs(modules, targets, scales, base))
+        modules = _chosen(found.modules, settings, notes)
+        places = _places(modules, names, settings, base, left)
+        modules = {name: modules[name] for name in places}
+        if not modules:
+            raise Refused("the adapter has no lora_A/lora_B tensors that can be applied")
+        settings.alphas.check_cost(modules)
+        settings.ranks.check_cost(modules)
+        pairs = plan_pairs(base, _parts(modules, places, settings))
     except Refused as refusal:
         raise Refused(f"{refusal}{_made_for(settings)}") from None
     _check_tying(pairs, settings)
-    described = {settings.describe_scale(alphas[name], module.rank) for name, module in modules.items()}
-    return pairs, (*sorted(described)[:_MAX_SCALE_NOTES], *notes)
+    return AdapterPlan(
+        pairs=pairs,
+        notes=(*_scale_notes(modules, settings), *notes),
+        left_out=left.sentences,
+        invocation_tokens=settings.invocation_tokens,
+        base_name=settings.base_name,
+    )
 
 
-def _load(weights: bytes) -> _Arrays:
-    """Tensor name to array. F32 and F16 are views, BF16 is widened to float32."""
-    if len(weights) >= 8 and (stated := int.from_bytes(weights[:8], "little")) > len(weights) - 8:
-        raise Refused(
-            f"{WEIGHTS_FILE} announces a header of {stated} bytes but has only {len(weights)}: "
-            "it is truncated or damaged"
+def _leave_out(found: PeftTensors, settings: PeftConfig, left: LeftOut) -> None:
+    """Leave out, or refuse, the tensors that are no pairs, and the features that need more than pairs."""
+    for why, tensors in found.strange.items():
+        left.add(why, tensors)
+    for why in settings.unsupported:
+        if why not in found.strange:
+            left.add(why)
+    if settings.activated:
+        left.add(
+            "activated LoRA (alora_invocation_tokens), which starts in the middle of a prompt, is not supported",
+            instead="applied to the whole prompt as a plain LoRA",
         )
-    try:
-        entries: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(weights)  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError as error:
-        raise Refused(f"{WEIGHTS_FILE} is damaged: {error}") from None
-    unreadable = [f"{name} ({entry['dtype']})" for name, entry in entries if entry["dtype"] not in _DECODERS]
-    if unreadable:
-        raise Refused(f"tensors of a type that cannot be read: {listed(unreadable)}; save them as F32, F16 or BF16")
-    # sorted: the package returns them in no fixed order, and which fault is reported first should not change
-    entries.sort(key=lambda named: named[0])
-    return {name: _DECODERS[entry["dtype"]](entry["data"]).reshape(entry["shape"]) for name, entry in entries}
 
 
-def _bf16(data: bytes) -> NDArray[np.float32]:
-    return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+def _saved_base_notes(saved: Mapping[str, StoredTensor], names: ModuleNames, base: BaseModel) -> list[str]:
+    """PEFT saves an adapted embedding's own weight along; one of another shape means a resized vocabulary."""
+    for module, tensor in saved.items():
+        places = names.places(module)
+        shape = base.shape_of(places[0].target) if len(places) == 1 else None
+        if shape != tensor.shape:
+            raise Refused(
+                f"{module}.base_layer.weight has shape {tensor.shape}, the base model's has "
+                f"{shape or 'no such tensor'}: the vocabulary was resized for training; "
+                "use the base model with that vocabulary"
+            )
+    return [f"left out, being the base model's own weights: {listed(saved)}"] if saved else []
 
 
-_DECODERS = {
-    "F32": lambda data: np.frombuffer(data, "<f4"),
-    "F16": lambda data: np.frombuffer(data, "<f2"),
-    "BF16": _bf16,
-}
-
-
-def _sort(arrays: _Arrays) -> tuple[dict[str, _Module], _Arrays]:
-    """Module name (without PEFT's prefix) to its halves; and weights of the base that PEFT saved along."""
-    modules: dict[str, _Module] = {}
-    saved_base: _Arrays = {}
-    other = []
-    for name, array in arrays.items():
-        bare = name.removeprefix(_PREFIX)
-        match = _LINEAR.fullmatch(bare)
-        embedding = match is None
-        match = match or _EMBEDDING.fullmatch(bare)
-        if bare.endswith(_BASE_LAYER):
-            saved_base[bare.removesuffix(_BASE_LAYER)] = array
-        elif match is None:
-            other.append(name)
-        else:
-            module = modules.setdefault(match["module"], _Module(embedding))
-            if module.embedding != embedding:
-                raise Refused(f"module {match['module'][:120]} has both lora_A/B and lora_embedding_A/B tensors")
-            if match["half"] in module.halves:
-                raise Refused(f"module {match['module'][:120]} has more than one lora_{match['half']}")
-            module.halves[match["half"]] = array
-    if other:
-        raise Refused(_why_unexpected(other))
+def _chosen(modules: _Modules, settings: PeftConfig, notes: list[str]) -> _Modules:
+    """The modules that PEFT would load, each whole. Raises Refused for halves."""
     if not modules:
         raise Refused(f"{WEIGHTS_FILE} holds no lora_A/lora_B tensors")
     if len(modules) > MAX_PAIRS:
         raise Refused(f"{WEIGHTS_FILE} adapts {len(modules)} modules; at most {MAX_PAIRS} are supported")
-    return modules, saved_base
-
-
-def _why_unexpected(names: list[str]) -> str:
-    shown = listed(names)
-    if any("lora_magnitude_vector" in name for name in names):
-        return f"DoRA tensors ({shown}) are not supported: {_WAY_OUT}"
-    if any(name.endswith(".bias") for name in names):
-        return f"trained bias tensors ({shown}) are not supported: {_WAY_OUT} (bias='none')"
-    if any(name.endswith(".weight") and "lora_" not in name for name in names):
-        return f"whole weights ({shown}; modules_to_save, or a resized vocabulary) are not supported: {_WAY_OUT}"
-    return f"tensors that belong to no plain LoRA: {shown}: {_WAY_OUT}"
-
-
-def _check_whole(modules: Mapping[str, _Module]) -> None:
     missing = [f"{name}.lora_{half}" for name, module in modules.items() for half in "AB" if half not in module.halves]
     if missing:
         raise Refused(f"half of a pair is missing: {listed(missing)}; save the adapter again")
-    flat = [
-        f"{name} {array.shape}"
-        for name, module in modules.items()
-        for array in module.halves.values()
-        if array.ndim != 2
-    ]
-    if flat:
-        raise Refused(f"tensors that are no matrices: {listed(flat)}; only linear layers and embeddings are supported")
+    skipped = [name for name in modules if not settings.layers.has(name)]
+    if skipped:
+        notes.append(f"not applied, being of layers that layers_to_transform does not name: {listed(skipped)}")
+    return {name: module for name, module in modules.items() if settings.layers.has(name)}
 
 
-def _check_saved_base(saved: _Arrays, names: ModuleNames, base: BaseModel) -> None:
-    """PEFT saves an adapted embedding's own weight along; one of another shape means a resized vocabulary."""
-    for module, array in saved.items():
-        target = names.target(module)
-        if target is None or base.shape_of(target) != array.shape:
-            raise Refused(
-                f"{module}{_BASE_LAYER} has shape {array.shape}, the base model's has "
-                f"{base.shape_of(target) if target else 'no such tensor'}: the vocabulary was resized for training; "
-                "use the base model with that vocabulary"
-            )
-
-
-def _targets(modules: Mapping[str, _Module], names: ModuleNames, base: BaseModel) -> dict[str, str]:
-    """Module name to the name of its GGUF tensor, which the base has and no other module shares."""
-    targets: dict[str, str] = {}
-    unknown = []
-    for name in modules:
-        target = names.target(name)
-        if target is None or base.shape_of(target) is None:
-            unknown.append(name)
-        else:
-            targets[name] = target
+def _places(
+    modules: _Modules, names: ModuleNames, settings: PeftConfig, base: BaseModel, left: LeftOut
+) -> dict[str, tuple[Place, ...]]:
+    """Module name to its places in the base, without the modules that are left out."""
+    places = {name: names.places(name) for name in modules}
+    unknown = [name for name, found in places.items() if not found]
+    lacks = f"modules that the {base.describe()} does not have"
+    if len(unknown) == len(modules) > 0:
+        raise Refused(f"{lacks}: {listed(unknown)}; use an adapter that was trained for this base model")
     if unknown:
-        raise Refused(f"modules that the {base.describe()} does not have: {listed(unknown)}")
-    owner: dict[str, str] = {}
-    for name, target in targets.items():
-        if owner.setdefault(target, name) != name:
-            raise Refused(f"modules {owner[target]} and {name} are both tensor {target}")
-    return targets
+        left.add(lacks, unknown, way_out="use an adapter that was trained for this base model")
+    embeddings = [name for name, found in places.items() if any(place.target == TOKEN_EMBD for place in found)]
+    if embeddings and base.architecture == "gemma3" and not settings.trained_with(0, 18):
+        # before, the adapter was trained beside an embedding that its module scales, without being scaled itself
+        left.add(
+            "an adapter of Gemma 3's embedding from PEFT before 0.18, which did not scale it as the embedding is, "
+            "is not supported",
+            embeddings,
+        )
+        places.update(dict.fromkeys(embeddings, ()))
+    return {name: found for name, found in places.items() if found}
 
 
-def _pairs(
-    modules: Mapping[str, _Module], targets: Mapping[str, str], scales: Mapping[str, float], base: BaseModel
-) -> Iterator[LoraTensor]:
+def _parts(
+    modules: _Modules, places: Mapping[str, tuple[Place, ...]], settings: PeftConfig
+) -> Iterator[tuple[str, Part]]:
     for name, module in modules.items():
-        target = targets[name]
-        op = op_for(target)
-        if module.embedding != (op is Op.GET_ROWS):
-            kind = "lora_embedding_A/B" if module.embedding else "lora_A/B"
-            raise Refused(f"module {name} has {kind} tensors, which do not fit tensor {target}")
-        pair = checked_pair(base, target, op, module.halves["A"], module.halves["B"], scales[name])
-        yield replace(pair, b=np.ascontiguousarray(permute_rows(base, target, pair.b)))
+        a, b = module.halves["A"], module.halves["B"]
+        scale = settings.scale(settings.alpha_of(name), module.rank)
+        n_out = sum(rows.n_rows for place in places[name] for rows in place.rows)
+        for place in places[name]:
+            if module.embedding != (op_for(place.target) is Op.GET_ROWS):
+                kind = "lora_embedding_A/B" if module.embedding else "lora_A/B"
+                raise Refused(f"module {name} has {kind} tensors, which do not fit tensor {place.target}")
+            yield place.target, Part(name, a, b, scale, place.rows, n_out)
 
 
-def _check_tying(pairs: tuple[LoraTensor, ...], settings: PeftConfig) -> None:
+def _check_tying(pairs: Iterable[PlannedPair], settings: PeftConfig) -> None:
     """With ensure_weight_tying PEFT trains one pair for embedding and head, and may save it once only."""
     targets = {pair.target for pair in pairs} & {TOKEN_EMBD, OUTPUT}
     if settings.weight_tying and len(targets) == 1:
@@ -211,6 +151,15 @@ def _check_tying(pairs: tuple[LoraTensor, ...], settings: PeftConfig) -> None:
             f"ensure_weight_tying is set, but only {targets.pop()} is adapted; save the adapter with both "
             "embed_tokens and lm_head"
         )
+
+
+def _scale_notes(modules: _Modules, settings: PeftConfig) -> list[str]:
+    described = {settings.describe_scale(settings.alpha_of(name), module.rank) for name, module in modules.items()}
+    notes = sorted(described)[:_MAX_SCALE_NOTES]
+    other = [name for name, module in modules.items() if settings.stated_rank_of(name) not in (None, module.rank)]
+    if other:
+        notes.append(f"another rank than adapter_config.json states, which is the one that counts: {listed(other)}")
+    return notes
 
 
 def _made_for(settings: PeftConfig) -> str:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.checks import MAX_FILE_BYTES, Refused
-from loraproxy.adapters.files import read_file
-from loraproxy.adapters.gguf_file import pairs_from_gguf
+from loraproxy.adapters.files import CheckedFile, Hash, opened, read_file
+from loraproxy.adapters.gguf_file import plan_gguf
 from loraproxy.adapters.gguf_header import GgufError
 from loraproxy.adapters.names import check_name
-from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, pairs_from_peft
+from loraproxy.adapters.pairs import AdapterPlan, decode_pairs
+from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, plan_peft
+from loraproxy.adapters.safetensors_header import read_safetensors_header
 from loraproxy.adapters.tensors import Adapter, AdapterSummary
 from loraproxy.adapters.unsupported import Unsupported
 from loraproxy.errors import InvalidAdapterFile, InvalidRequest
@@ -27,17 +32,21 @@ def read_adapter(name: str, path: Path, base: BaseModel, *, unsupported: Unsuppo
     Raises InvalidAdapterFile naming the adapter, the file, the tensors and the reason, and InvalidRequest for a
     bad name. Whatever the files hold, nothing else is raised.
     """
-    check_name(name)
-    if "\0" in str(path):
-        raise InvalidAdapterFile(f"adapter {name!r}: the path holds a null character")
-    try:
-        return _read_peft(name, path, base) if path.is_dir() else _read_gguf(name, path, base)
-    except (Refused, GgufError) as error:
-        raise InvalidAdapterFile(f"adapter {name!r} ({path}): {error}") from None
-    except OSError as error:
-        raise InvalidAdapterFile(f"adapter {name!r} ({path}): {error.strerror or error}") from None
-    except MemoryError:
-        raise InvalidAdapterFile(f"adapter {name!r} ({path}): there is not enough memory to read it") from None
+    with _source(name, path, base, unsupported) as source:
+        data = source.weights.load(source.digest)
+        plan = source.plan
+        return Adapter(
+            name=name,
+            path=path,
+            digest=source.digest.hexdigest(),
+            source=source.format,
+            tensors=decode_pairs(data, plan.pairs),
+            notes=plan.notes,
+            left_out=plan.left_out,
+            invocation_tokens=plan.invocation_tokens,
+            base_name=plan.base_name,
+            size_bytes=source.size_bytes,
+        )
 
 
 def survey_adapter(
@@ -48,7 +57,24 @@ def survey_adapter(
     Checks names, shapes, types and configuration, and raises as read_adapter does; only NaN and infinite weights,
     which the weights alone can show, are left to read_adapter.
     """
-    return read_adapter(name, path, base, unsupported=unsupported).summary
+    with _source(name, path, base, unsupported) as source:
+        source.weights.skim(source.digest)
+        plan = source.plan
+        return AdapterSummary(
+            name=name,
+            path=path,
+            digest=source.digest.hexdigest(),
+            format=source.format,
+            size_bytes=source.size_bytes,
+            rank=(min(pair.rank for pair in plan.pairs), max(pair.rank for pair in plan.pairs)),
+            scale=(min(pair.scale for pair in plan.pairs), max(pair.scale for pair in plan.pairs)),
+            targets=tuple(pair.target for pair in plan.pairs),
+            resident_bytes=sum(pair.resident_bytes for pair in plan.pairs),
+            notes=plan.notes,
+            left_out=plan.left_out,
+            invocation_tokens=plan.invocation_tokens,
+            base_name=plan.base_name,
+        )
 
 
 def scan_adapters_dir(folder: Path) -> list[tuple[str, Path]]:
@@ -79,34 +105,66 @@ def scan_adapters_dir(folder: Path) -> list[tuple[str, Path]]:
     return sorted(found.items())
 
 
-def _read_gguf(name: str, path: Path, base: BaseModel) -> Adapter:
-    data = read_file(path, MAX_FILE_BYTES)
+@dataclass(frozen=True)
+class _Source:
+    """An adapter whose headers were read and found right, and the file whose rest holds its values."""
+
+    format: str
+    plan: AdapterPlan
+    weights: CheckedFile
+    digest: Hash
+    """Of what was read so far but for ``weights``."""
+    size_bytes: int
+
+
+@contextmanager
+def _source(name: str, path: Path, base: BaseModel, unsupported: Unsupported) -> Iterator[_Source]:
+    """Open the adapter's files. Whatever goes wrong with them, within too, is an InvalidAdapterFile."""
+    check_name(name)
+    if "\0" in str(path):
+        raise InvalidAdapterFile(f"adapter {name!r}: the path holds a null character")
+    try:
+        opener = _peft_source if path.is_dir() else _gguf_source
+        with opener(path, base, unsupported) as source:
+            yield source
+    except (Refused, GgufError) as error:
+        raise InvalidAdapterFile(f"adapter {name!r} ({path}): {error}") from None
+    except OSError as error:
+        raise InvalidAdapterFile(f"adapter {name!r} ({path}): {error.strerror or error}") from None
+    except MemoryError:
+        raise InvalidAdapterFile(f"adapter {name!r} ({path}): there is not enough memory to read it") from None
+
+
+@contextmanager
+def _gguf_source(path: Path, base: BaseModel, unsupported: Unsupported) -> Iterator[_Source]:
     if path.name in (WEIGHTS_FILE, CONFIG_FILE):
         raise Refused("this is a file of a PEFT folder; give the folder instead")
-    tensors, notes = pairs_from_gguf(data, base)
-    return Adapter(name, path, hashlib.sha256(data).hexdigest(), "gguf", tensors, notes, size_bytes=len(data))
+    with opened(path, MAX_FILE_BYTES) as file:
+        plan = plan_gguf(file, base, unsupported)
+        yield _Source("gguf", plan, file, hashlib.sha256(), file.size)
 
 
-def _read_peft(name: str, path: Path, base: BaseModel) -> Adapter:
+@contextmanager
+def _peft_source(path: Path, base: BaseModel, unsupported: Unsupported) -> Iterator[_Source]:
+    """The digest is over both files; the length of the first comes before it, so that no other split of the same
+    bytes has the same digest.
+    """
     if not (path / CONFIG_FILE).exists():
         raise Refused(f"the folder has no {CONFIG_FILE}; give a GGUF file or a PEFT folder")
     if not (path / WEIGHTS_FILE).exists():
-        if (path / "adapter_model.bin").exists():
-            raise Refused(
-                "the weights are pickled (adapter_model.bin), and unpickling can run code; load the adapter with PEFT "
-                "and save it with save_pretrained(..., safe_serialization=True)"
-            )
-        raise Refused(f"the folder has no {WEIGHTS_FILE}")
+        raise Refused(_why_no_weights(path))
     config = read_file(path / CONFIG_FILE, _MAX_CONFIG_BYTES)
-    weights = read_file(path / WEIGHTS_FILE, MAX_FILE_BYTES)
-    tensors, notes = pairs_from_peft(config, weights, base)
-    size = len(config) + len(weights)
-    return Adapter(name, path, _digest(config, weights), "peft", tensors, notes, size_bytes=size)
-
-
-def _digest(config: bytes, weights: bytes) -> str:
-    """SHA-256 over both files; the length first, so that no other split of the same bytes has the same digest."""
     digest = hashlib.sha256(len(config).to_bytes(8, "little"))
     digest.update(config)
-    digest.update(weights)
-    return digest.hexdigest()
+    with opened(path / WEIGHTS_FILE, MAX_FILE_BYTES) as file:
+        plan = plan_peft(config, read_safetensors_header(file), base, unsupported)
+        yield _Source("peft", plan, file, digest, len(config) + file.size)
+
+
+def _why_no_weights(folder: Path) -> str:
+    if (folder / "adapter_model.bin").exists():
+        return (
+            "the weights are pickled (adapter_model.bin), and unpickling can run code; load the adapter with PEFT "
+            "and save it with save_pretrained(..., safe_serialization=True)"
+        )
+    return f"the folder has no {WEIGHTS_FILE}"

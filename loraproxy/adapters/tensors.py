@@ -66,6 +66,7 @@ class Adapter:
     def summary(self) -> AdapterSummary:
         """What :func:`loraproxy.adapters.read.survey_adapter` says of the same files."""
         ranks = [tensor.rank for tensor in self.tensors]
+        scales = [tensor.scale for tensor in self.tensors]
         return AdapterSummary(
             name=self.name,
             path=self.path,
@@ -73,6 +74,7 @@ class Adapter:
             format=self.source,
             size_bytes=self.size_bytes,
             rank=(min(ranks), max(ranks)),
+            scale=(min(scales), max(scales)),
             targets=tuple(tensor.target for tensor in self.tensors),
             resident_bytes=sum(
                 pair_resident_bytes(tensor.rank, tensor.a.shape[1], tensor.b.shape[0]) for tensor in self.tensors
@@ -88,9 +90,9 @@ class Adapter:
 class AdapterSummary:
     """What can be said of an adapter without its weights.
 
-    format: ``gguf`` or ``peft``. size_bytes: of its files on disk. rank: the smallest and the largest of its pairs.
-    targets: GGUF names of the base tensors, in graph order, one for each pair. resident_bytes: what it will take in
-    the engine's memory. notes, left_out, invocation_tokens, base_name: as in :class:`Adapter`.
+    format: ``gguf`` or ``peft``. size_bytes: of its files on disk. rank, scale: the smallest and the largest of its
+    pairs, before any scale that a request asks for. targets: GGUF names of the base tensors, in graph order, one for
+    each pair. resident_bytes: what it will take in the engine's memory. The rest: as in :class:`Adapter`.
     """
 
     name: str
@@ -99,6 +101,7 @@ class AdapterSummary:
     format: str
     size_bytes: int
     rank: tuple[int, int]
+    scale: tuple[float, float]
     targets: tuple[str, ...]
     resident_bytes: int
     notes: tuple[str, ...] = ()

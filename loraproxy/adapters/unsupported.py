@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
+
+from loraproxy.adapters.checks import Refused, listed
+
+WAY_OUT = "train a plain LoRA, or merge the adapter into the base model"
 
 
 class Unsupported(Enum):
@@ -13,3 +18,27 @@ class Unsupported(Enum):
 
     REFUSE = "refuse"
     LEAVE_OUT = "leave_out"
+
+
+class LeftOut:
+    """The unsupported parts met while reading one adapter."""
+
+    def __init__(self, unsupported: Unsupported) -> None:
+        self._unsupported = unsupported
+        self._sentences: list[str] = []
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """For :attr:`Adapter.left_out`: one for each part."""
+        return tuple(self._sentences)
+
+    def add(self, what: str, tensors: Iterable[str] = (), *, way_out: str = WAY_OUT, instead: str = "left out") -> None:
+        """Note ``what`` cannot be applied, of which tensors. Raises Refused unless it may be left out.
+
+        ``instead`` says what becomes of it then.
+        """
+        names = listed(tensors)
+        shown = f"{what} ({names})" if names else what
+        if self._unsupported is Unsupported.REFUSE:
+            raise Refused(f"{shown}: {way_out}; --ignore-unsupported loads the rest")
+        self._sentences.append(f"{shown}: {instead}")

@@ -100,7 +100,7 @@ def zeros(*shape):
         (pair(), {"adapter_type": "ia3"}, "adapter.type is 'ia3'; only 'lora' is supported"),
         (pair(), {"invocation_tokens": [1, 2]}, "activated LoRA"),
         (pair(), {"alpha": float("nan")}, "adapter.lora.alpha is nan"),
-        (pair("blk.2.attn_v.weight"), {}, "tensor blk.2.attn_v.weight does not exist in the llama model 'Tiny'"),
+        (pair("blk.2.attn_v.weight"), {}, "tensors that the llama model 'Tiny' does not have: blk.2.attn_v.weight"),
         (pair("blk.0.attn_norm.weight"), {}, "has 1 dimensions in the base model; only matrices"),
         (pair(n_in=65), {}, f"tensor {V} has the wrong shape: A (4, 65), B (32, 4)"),
         (pair(n_out=64), {}, f"tensor {V} has the wrong shape"),
@@ -108,13 +108,17 @@ def zeros(*shape):
         ({f"{V}.lora_a": zeros(4, 64)}, {}, f"half of a pair is missing: {V}.lora_b"),
         ({f"{V}.lora_b": zeros(32, 4)}, {}, f"half of a pair is missing: {V}.lora_a"),
         ({f"{V}.lora_a": zeros(4, 64), f"{V}.lora_b": zeros(32, 5)}, {}, "are no low-rank pair"),
-        ({f"{V}.lora_a": zeros(64), f"{V}.lora_b": zeros(32, 4)}, {}, "must be matrices"),
+        ({f"{V}.lora_a": zeros(64), f"{V}.lora_b": zeros(32, 4)}, {}, "are no low-rank pair"),
         (
             {f"{V}.lora_a": np.full((4, 64), np.inf, np.float32), f"{V}.lora_b": zeros(32, 4)},
             {},
             "holds NaN or infinite weights",
         ),
-        ({**pair(), "blk.0.attn_v.bias": zeros(32)}, {}, "neither lora_a nor lora_b: blk.0.attn_v.bias"),
+        (
+            {**pair(), "blk.0.attn_v.bias": zeros(32)},
+            {},
+            "neither lora_a nor lora_b, and so no plain LoRA (blk.0.attn_v.bias)",
+        ),
         ({"blk.0.attn_norm.weight": zeros(64)}, {}, "the file holds no lora_a/lora_b tensors"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,12 +82,12 @@ class PlannedPair:
     n_in: int
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """The inner dimension, summed over the parts."""
         return sum(part.rank for part in self.parts)
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """What its parts have in common, or 1 where they differ, so that each part's goes into its share of B."""
         scales = {part.scale for part in self.parts}
@@ -130,8 +131,9 @@ def _plan_pair(base: BaseModel, target: str, parts: list[Part]) -> PlannedPair:
         check_shapes(base, target if part.n_out == n_out else part.module, a, part.b.shape, part.n_out, n_in)
         check_scale(target, part.scale)
     pair = PlannedPair(target, op, n_out, n_in, tuple(parts))
-    check_rank(target, pair.rank)
-    _check_apart(pair)
+    if len(parts) > 1:
+        check_rank(target, pair.rank)
+        _check_apart(pair)
     return pair
 
 

@@ -50,13 +50,14 @@ def plan_peft(
             raise Refused("the adapter has no lora_A/lora_B tensors that can be applied")
         settings.alphas.check_cost(modules)
         settings.ranks.check_cost(modules)
-        pairs = plan_pairs(base, _parts(modules, places, settings))
+        alphas = {name: settings.alpha_of(name) for name in modules}
+        pairs = plan_pairs(base, _parts(modules, places, alphas, settings))
     except Refused as refusal:
         raise Refused(f"{refusal}{_made_for(settings)}") from None
     _check_tying(pairs, settings)
     return AdapterPlan(
         pairs=pairs,
-        notes=(*_scale_notes(modules, settings), *notes),
+        notes=(*_scale_notes(modules, alphas, settings), *notes),
         left_out=left.sentences,
         invocation_tokens=settings.invocation_tokens,
         base_name=settings.base_name,
@@ -130,11 +131,11 @@ def _places(
 
 
 def _parts(
-    modules: _Modules, places: Mapping[str, tuple[Place, ...]], settings: PeftConfig
+    modules: _Modules, places: Mapping[str, tuple[Place, ...]], alphas: Mapping[str, float], settings: PeftConfig
 ) -> Iterator[tuple[str, Part]]:
     for name, module in modules.items():
         a, b = module.halves["A"], module.halves["B"]
-        scale = settings.scale(settings.alpha_of(name), module.rank)
+        scale = settings.scale(alphas[name], module.rank)
         n_out = sum(rows.n_rows for place in places[name] for rows in place.rows)
         for place in places[name]:
             if module.embedding != (op_for(place.target) is Op.GET_ROWS):
@@ -153,9 +154,9 @@ def _check_tying(pairs: Iterable[PlannedPair], settings: PeftConfig) -> None:
         )
 
 
-def _scale_notes(modules: _Modules, settings: PeftConfig) -> list[str]:
-    described = {settings.describe_scale(settings.alpha_of(name), module.rank) for name, module in modules.items()}
-    notes = sorted(described)[:_MAX_SCALE_NOTES]
+def _scale_notes(modules: _Modules, alphas: Mapping[str, float], settings: PeftConfig) -> list[str]:
+    scales = {(alphas[name], module.rank) for name, module in modules.items()}
+    notes = [settings.describe_scale(alpha, rank) for alpha, rank in sorted(scales)[:_MAX_SCALE_NOTES]]
     other = [name for name, module in modules.items() if settings.stated_rank_of(name) not in (None, module.rank)]
     if other:
         notes.append(f"another rank than adapter_config.json states, which is the one that counts: {listed(other)}")

@@ -64,7 +64,9 @@ def sort_tensors(tensors: Mapping[str, StoredTensor]) -> PeftTensors:
 
 
 def _add_half(modules: dict[str, PeftModule], name: str, half: str, embedding: bool, tensor: StoredTensor) -> None:
-    module = modules.setdefault(name, PeftModule(embedding))
+    module = modules.get(name)
+    if module is None:
+        module = modules[name] = PeftModule(embedding)
     if module.embedding != embedding:
         raise Refused(f"module {name} has both lora_A/B and lora_embedding_A/B tensors")
     if half in module.halves:

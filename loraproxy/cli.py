@@ -27,7 +27,10 @@ START_ERROR = 1
 _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("--model", "-m"), "model", "FILE", "the base model (GGUF)"),
     (("--alias", "-a"), "alias", "NAME", "the base model's public name; several separated by commas"),
-    (("--adapters-dir",), "adapters_dir", "DIR", "register every adapter in this folder, named as its file or folder"),
+    (("--adapters-dir",), "adapters_dir", "DIR", "register the adapters in this folder, and watch it for changes"),
+    (("--adapter-memory",), "adapter_memory", "SIZE", "memory for loaded adapters; 0: no limit (1GiB)"),
+    (("--upload-dir",), "upload_dir", "DIR", "where uploaded adapters are kept (in ~/.local/share/loraproxy)"),
+    (("--max-adapter-size",), "max_adapter_size", "SIZE", "largest adapter that may be uploaded (2GiB)"),
     (("--host",), "http.host", "HOST", "address to listen on, or a unix socket's path ending in .sock (127.0.0.1)"),
     (("--port",), "http.port", "PORT", "port to listen on; 0 takes a free one (8080)"),
     (("--api-key-file",), "http.api_key_file", "FILE", "file with one API key a line"),
@@ -54,6 +57,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 """Options that set one key of the configuration: their spellings, the key, and the help."""
 
 _SWITCHES: tuple[tuple[tuple[str, ...], str, bool, str], ...] = (
+    (("--ignore-unsupported",), "ignore_unsupported", True, "apply the rest of adapters that have unsupported parts"),
     (("--strict-models",), "strict_models", True, "refuse requests whose `model` is neither base nor adapter"),
     (("--cors-credentials",), "http.cors.credentials", True, argparse.SUPPRESS),
     (("--no-cors-credentials",), "http.cors.credentials", False, "do not allow credentials"),
@@ -217,6 +221,13 @@ def serve_parser() -> _Parser:
         parser.add_argument(option, action=_Adapter, dest="adapters", metavar=metavar, help=text)
     parser.add_argument("--lora-init-without-apply", action="store_true", help="register --lora adapters at scale 0")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="repeatable, or comma-separated")
+    parser.add_argument(
+        "--adapter-root",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="let the API register adapters in this folder; repeatable",
+    )
     parser.add_argument("-lm", "--load-mode", choices=["auto", "none", "mmap"], help=argparse.SUPPRESS)
     _add_options(parser)
     for spellings, key, value, text in _SWITCHES:
@@ -237,6 +248,8 @@ def config_from_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Na
     keys = [key for given in options.api_key for key in given.split(",") if key]
     if keys:
         overrides["http.api_keys"] = keys
+    if options.adapter_root:
+        overrides["adapter_roots"] = options.adapter_root
     data = _merge(base, overrides)
     data["adapters"] = _merge_adapters(data["adapters"], options)
     config = check_config(data, "command line", _OPTION_OF)

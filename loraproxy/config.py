@@ -34,6 +34,10 @@ class WorkerAdapter(Strict):
     id: int = Field(ge=0)
     name: str
     path: Path
+    digest: str = ""
+    """Load this content and no other; empty: whatever is there."""
+    ignore_unsupported: bool = False
+    """Leave out what cannot be applied instead of refusing the adapter."""
 
 
 class WorkerSettings(Strict):
@@ -123,6 +127,7 @@ class AdapterConfig(Strict):
         allow_inf_nan=False,
         description="Scale in requests that name no adapter; 0 leaves them with the base model.",
     )
+    description: str = Field(default="", max_length=4096, description="Shown in GET /adapters.")
 
     @model_validator(mode="before")
     @classmethod
@@ -193,9 +198,30 @@ class Config(Strict):
     model: Path | None = Field(default=None, description="The base model, a GGUF file.")
     alias: str = Field(default="", description="The base model's public name; several separated by commas.")
     adapters: dict[str, AdapterConfig] = Field(
-        default_factory=dict, description="Name: path, or name: {path, scale}. Ids on the wire follow this order."
+        default_factory=dict,
+        description="Name: path, or name: {path, scale, description}. Ids on the wire follow this order.",
     )
-    adapters_dir: Path | None = Field(default=None, description="Every adapter in this folder, by its file's name.")
+    adapters_dir: Path | None = Field(
+        default=None,
+        description="Every adapter in this folder, by its file's name; watched for what comes, changes and goes.",
+    )
+    adapter_roots: tuple[Path, ...] = Field(
+        default=(), description="Folders from which the API may register adapters by path, beside adapters_dir."
+    )
+    upload_dir: Path | None = Field(
+        default=None,
+        description="Where adapters uploaded through the API are kept. Default: a folder for this base model in"
+        " $XDG_DATA_HOME/loraproxy (~/.local/share/loraproxy).",
+    )
+    max_adapter_size: Size = Field(default=2 * 1024**3, ge=1024, description="The largest adapter that is uploaded.")
+    adapter_memory: Size = Field(
+        default=1024**3,
+        ge=0,
+        description="Memory for loaded adapters; the least recently used leave when it is full. 0: no limit.",
+    )
+    ignore_unsupported: bool = Field(
+        default=False, description="Apply the rest of an adapter that has unsupported parts, instead of refusing it."
+    )
     strict_models: bool = Field(default=False, description="Refuse requests whose `model` is neither base nor adapter.")
     http: HttpConfig = HttpConfig()
     engine: EngineConfig = EngineConfig()
@@ -220,6 +246,8 @@ class Config(Strict):
                 "model": at(self.model),
                 "adapters": adapters,
                 "adapters_dir": at(self.adapters_dir),
+                "adapter_roots": tuple(folder / root.expanduser() for root in self.adapter_roots),
+                "upload_dir": at(self.upload_dir),
                 "http": http,
             }
         )

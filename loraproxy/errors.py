@@ -40,6 +40,20 @@ class InvalidAdapterFile(InvalidRequest):
     """An adapter file that cannot be applied to this base model; the message names tensor and reason."""
 
 
+class AdapterChanged(ApiError):
+    """An adapter's file is not the one that was registered; between worker and proxy only."""
+
+    status = 409
+    type = "adapter_changed_error"
+
+
+class Conflict(ApiError):
+    """What was asked for contradicts what there is; the message says what to do instead."""
+
+    status = 409
+    type = "invalid_request_error"
+
+
 class ContextExceeded(ApiError):
     """The prompt does not fit the context of one slot."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LOAD_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _MAX_ADAPTER_LABELS = 200
 
 
@@ -35,6 +36,42 @@ class Metrics:
         Gauge("loraproxy_worker_restarts", "Workers replaced since the start", registry=self._registry).set_function(
             restarts
         )
+
+        self._loads = Histogram(
+            "loraproxy_adapter_load_seconds",
+            "From the decision to load an adapter until it can be used",
+            buckets=_LOAD_BUCKETS,
+            registry=self._registry,
+        )
+        self._load_failures = Counter(
+            "loraproxy_adapter_load_failures", "Adapters that could not be loaded", registry=self._registry
+        )
+        self._evictions = Counter(
+            "loraproxy_adapter_evictions", "Adapters unloaded to make room for others", registry=self._registry
+        )
+
+    def watch_adapters(
+        self, registered: Callable[[], float], resident_bytes: Callable[[], float], waiting: Callable[[], float]
+    ) -> None:
+        """Show these figures; the functions are read whenever the metrics are."""
+        for name, text, function in (
+            ("registered", "Adapters that requests can name", registered),
+            ("resident_bytes", "Memory of the adapters that are loaded or being loaded", resident_bytes),
+            ("waiting_requests", "Requests that wait for memory for their adapters", waiting),
+        ):
+            Gauge(f"loraproxy_adapter_{name}", text, registry=self._registry).set_function(function)
+
+    def adapter_loaded(self, seconds: float) -> None:
+        """An adapter was loaded, ``seconds`` after that was decided."""
+        self._loads.observe(seconds)
+
+    def adapter_failed(self) -> None:
+        """An adapter could not be loaded."""
+        self._load_failures.inc()
+
+    def adapter_evicted(self) -> None:
+        """An adapter was unloaded to make room."""
+        self._evictions.inc()
 
     def count(self, endpoint: str, adapters: tuple[str, ...], outcome: str) -> None:
         """One finished request. ``adapters``: the names it ran under, none for the base."""

@@ -9,13 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from loraproxy.adapters.sets import AdapterSet
+from loraproxy.adapters.registry import Bound, Version
+from loraproxy.backends.adapter_calls import forget_prompts
 from loraproxy.backends.base import Backend
-from loraproxy.errors import ApiError, StartFailed, Unavailable, WorkerFailed
+from loraproxy.errors import ApiError, ServerError, StartFailed, Unavailable, WorkerFailed
+from loraproxy.metrics import Metrics
+from loraproxy.pool.loading import WorkerLoader
+from loraproxy.pool.residency import Residency
 from loraproxy.pool.worker import State, Worker
 
 log = logging.getLogger(__name__)
@@ -34,18 +39,57 @@ class Backoff:
         return min(self.first * 2.0 ** min(failures - 1, 16), self.longest)
 
 
+@dataclass(frozen=True)
+class AdapterLimits:
+    """What the worker may hold of adapters."""
+
+    memory: int = 0
+    """Bytes; 0: no limit."""
+    ignore_unsupported: bool = False
+
+
+@dataclass(eq=False)
+class _Pin:
+    """How many requests run or wait under one version."""
+
+    count: int = 0
+    last_used: float = 0.0
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self) -> None:
+        self.count += 1
+        self.last_used = time.time()
+        self.unused.clear()
+
+    def give_back(self) -> None:
+        self.count -= 1
+        self.last_used = time.time()
+        if not self.count:
+            self.unused.set()
+
+
 class WorkerPool:
     """Owns the worker; every request that generates holds a lease on it from its start to its last byte."""
 
     def __init__(
-        self, make_backend: Callable[[], Backend], *, slots: int, max_queue: int, backoff: Backoff | None = None
+        self,
+        make_backend: Callable[[], Backend],
+        metrics: Metrics,
+        *,
+        slots: int,
+        max_queue: int,
+        adapters: AdapterLimits | None = None,
+        backoff: Backoff | None = None,
     ) -> None:
         """``slots`` requests run at once on the worker, ``max_queue`` more may wait."""
         self._make_backend = make_backend
+        self._metrics = metrics
+        self._limits = adapters or AdapterLimits()
+        self._pins: dict[int, _Pin] = {}
         self._slots = slots
         self._max_queue = max_queue
         self._backoff = backoff or Backoff()
-        self._worker = Worker(make_backend())
+        self._worker = self._make_worker()
         self._keeper: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -62,9 +106,21 @@ class WorkerPool:
         """The worker's state."""
         return self._worker.state
 
-    async def start(self) -> None:
-        """Start the worker and return when it is ready. Raises StartFailed; a first start is not tried again."""
+    @property
+    def residency(self) -> Residency:
+        """The worker's adapters."""
+        return self._worker.residency
+
+    async def start(self, preload: Sequence[Version] = ()) -> None:
+        """Start the worker and return when it is ready and has loaded ``preload``, as far as its budget goes.
+
+        Raises StartFailed; a first start is not tried again.
+        """
         await self._worker.backend.start()
+        try:
+            await self._preload(preload)
+        except ApiError as error:
+            raise StartFailed(error.message) from error
         self._set_ready(self._worker)
         self.started = True
         self._keeper = asyncio.create_task(self._keep())
@@ -81,19 +137,52 @@ class WorkerPool:
             raise self._unavailable()
 
     @asynccontextmanager
-    async def lease(self, adapters: AdapterSet) -> AsyncIterator[Worker]:
-        """A worker for one request under ``adapters``, until the block ends. Raises Unavailable."""
+    async def lease(self, bound: Bound) -> AsyncIterator[Worker]:
+        """A worker that has the versions of ``bound`` loaded, for one request, until the block ends.
+
+        They are this request's from the call on, whatever happens to their names. Raises Unavailable, and what
+        loading raises (:meth:`Residency.hold`).
+        """
         worker = self._admit()
-        worker.take(adapters)
+        worker.take(bound.adapters)
         self.in_flight += 1
         self._idle.clear()
+        pins = [self._pins.setdefault(version.wire_id, _Pin()) for version in bound.versions]
+        for pin in pins:
+            pin.take()
         try:
-            yield worker
+            async with worker.residency.hold(bound.versions):
+                yield worker
+        except WorkerFailed as error:
+            raise (self.broken() if self._draining else error) from error
         finally:
-            worker.give_back(adapters)
+            for pin in pins:
+                pin.give_back()
+            worker.give_back(bound.adapters)
             self.in_flight -= 1
             if not self.in_flight:
                 self._idle.set()
+
+    async def retire(self, version: Version) -> None:
+        """No new request will ask for ``version``: unload it when its last one ends, and return after that."""
+        if (pin := self._pins.get(version.wire_id)) is not None:
+            await pin.unused.wait()
+        self._pins.pop(version.wire_id, None)
+        worker = self._worker
+        await worker.residency.remove(version)
+        if worker.reachable:
+            with suppress(WorkerFailed, ServerError):  # the cache went with its worker, or goes in its own time
+                await forget_prompts(worker.backend, version.wire_id)
+
+    def leases(self, version: Version) -> int:
+        """Requests that run under ``version`` or wait to."""
+        pin = self._pins.get(version.wire_id)
+        return pin.count if pin else 0
+
+    def last_used(self, version: Version) -> float | None:
+        """When a request last began or ended under ``version`` (seconds since the epoch); None: never."""
+        pin = self._pins.get(version.wire_id)
+        return pin.last_used if pin else None
 
     def broken(self) -> ApiError:
         """The error of a request whose connection to the worker broke."""
@@ -118,7 +207,22 @@ class WorkerPool:
             with suppress(asyncio.CancelledError):
                 await self._keeper
         self._worker.state = State.STOPPED
+        await self._worker.residency.close(self.broken())
         await self._worker.backend.stop(grace)
+
+    def _make_worker(self) -> Worker:
+        backend = self._make_backend()
+        loader = WorkerLoader(backend, self._metrics, ignore_unsupported=self._limits.ignore_unsupported)
+        return Worker(backend, Residency(loader, self._limits.memory))
+
+    async def _preload(self, versions: Sequence[Version]) -> None:
+        size = 0
+        for version in versions:
+            size += version.summary.resident_bytes
+            if self._limits.memory and size > self._limits.memory:
+                return
+            async with self._worker.residency.hold((version,)):
+                pass
 
     def _admit(self) -> Worker:
         self.check_ready()
@@ -149,6 +253,7 @@ class WorkerPool:
             end = await self._worker.backend.wait()
             self._worker.state = State.FAILED
             log.error("the worker ended: %s; %d requests in flight fail", end.report(), self._worker.in_flight)
+            await self._worker.residency.close(self.broken())
             await self._worker.backend.stop(0)
             if loop.time() - ready_since >= self._backoff.healthy_after:
                 failures = 0
@@ -163,7 +268,7 @@ class WorkerPool:
             log.warning("starting a new worker in %g s", delay)
             await asyncio.sleep(delay)
             # The old worker's requests end with it; each gives its lease back to the object it took it from.
-            worker = self._worker = Worker(self._make_backend())
+            worker = self._worker = self._make_worker()
             try:
                 await worker.backend.start()
             except StartFailed as error:

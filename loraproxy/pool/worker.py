@@ -8,6 +8,7 @@ from enum import Enum
 
 from loraproxy.adapters.sets import AdapterSet
 from loraproxy.backends.base import Backend
+from loraproxy.pool.residency import Residency
 
 
 class State(str, Enum):
@@ -25,6 +26,7 @@ class Worker:
     """A backend, its state and how many requests run on it under which adapter set."""
 
     backend: Backend
+    residency: Residency
     state: State = State.STARTING
     leases: Counter[AdapterSet] = field(default_factory=Counter)
     in_flight: int = 0

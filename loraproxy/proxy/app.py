@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from loraproxy.config import HttpConfig
-from loraproxy.proxy import control, generate
+from loraproxy.proxy import adapters_api, control, generate
 from loraproxy.proxy.context import ADAPTER_PREFIX, PROXY, Proxy
 from loraproxy.proxy.middleware import cors, errors_as_json, gate, prepare_headers
 
@@ -67,13 +67,16 @@ _NOT_SUPPORTED = (
 """What llama-server has and this server has not: answered 501, so that a client learns why."""
 
 
-def make_app(proxy: Proxy, config: HttpConfig, api_keys: tuple[str, ...]) -> web.Application:
-    """The application. ``proxy`` is what its handlers work with."""
+def make_app(
+    proxy: Proxy, config: HttpConfig, api_keys: tuple[str, ...], admin: adapters_api.AdminState
+) -> web.Application:
+    """The application. ``proxy`` and ``admin`` are what its handlers work with."""
     app = web.Application(
         middlewares=[errors_as_json, cors(config.cors), gate(proxy.pool, api_keys)],
         client_max_size=config.max_body,
     )
     app[PROXY] = proxy
+    app[adapters_api.ADMIN] = admin
     app.on_response_prepare.append(prepare_headers(config.cors))
     for prefix in ("", ADAPTER_PREFIX):
         for (method, path), handler in _HANDLERS.items():
@@ -82,4 +85,6 @@ def make_app(proxy: Proxy, config: HttpConfig, api_keys: tuple[str, ...]) -> web
                 app.router.add_route("HEAD", prefix + path, handler)
         for method, path in _NOT_SUPPORTED:
             app.router.add_route(method, prefix + path, control.not_supported)
+    for (method, path), handler in adapters_api.HANDLERS.items():
+        app.router.add_route(method, path, handler)
     return app

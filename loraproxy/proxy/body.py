@@ -30,7 +30,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     """A JSON object. Raises InvalidRequest for anything else, whatever the Content-Type says, as llama-server."""
     value = parse_json(data)
     if not isinstance(value, dict):
-        raise InvalidRequest(f"the request body must be a JSON object, not {_kind(value)}")
+        raise InvalidRequest(f"the request body must be a JSON object, not {kind(value)}")
     return value
 
 
@@ -75,6 +75,7 @@ def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the request body is larger than {limit} bytes (http.max_body)")
 
 
-def _kind(value: object) -> str:
-    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+def kind(value: object) -> str:
+    """``value``'s type in JSON's words."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

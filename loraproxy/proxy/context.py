@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from loraproxy.adapters.names import BASE_WORD
-from loraproxy.adapters.registry import AdapterRegistry
+from loraproxy.adapters.registry import AdapterRegistry, Bound
 from loraproxy.adapters.selectors import resolve
 from loraproxy.adapters.sets import AdapterSet
+from loraproxy.errors import AdapterChanged, InvalidAdapterFile, Unavailable
 from loraproxy.metrics import Metrics
 from loraproxy.pool.pool import WorkerPool
+from loraproxy.pool.worker import Worker
+from loraproxy.proxy.catalog import Catalog
 
 
 @dataclass(frozen=True)
 class Proxy:
     """The state that all handlers of one application share."""
 
-    registry: AdapterRegistry
+    catalog: Catalog
     pool: WorkerPool
     metrics: Metrics
     base_names: frozenset[str]
     """What clients may call the base model."""
     strict_models: bool = False
+
+    @property
+    def registry(self) -> AdapterRegistry:
+        """The adapters."""
+        return self.catalog.registry
+
+    @asynccontextmanager
+    async def lease(self, adapters: AdapterSet) -> AsyncIterator[tuple[Worker, AdapterSet]]:
+        """A worker for one request, and its set in the worker's ids: of the versions that are current at the call.
+
+        A version whose file is not what it was by the time it is loaded is replaced by what is there now, once.
+        Raises what :meth:`WorkerPool.lease` raises.
+        """
+        bound = self.registry.bind(adapters)
+        async with AsyncExitStack() as stack:
+            try:
+                worker = await stack.enter_async_context(self.pool.lease(bound))
+            except (AdapterChanged, InvalidAdapterFile) as error:
+                if isinstance(error, AdapterChanged):
+                    await asyncio.gather(*map(self.catalog.refresh, bound.versions))
+                again = self.registry.bind(adapters)
+                if again == bound:
+                    raise
+                bound = again
+                worker = await self._lease_again(stack, bound)
+            yield worker, bound.adapters
+
+    async def _lease_again(self, stack: AsyncExitStack, bound: Bound) -> Worker:
+        try:
+            return await stack.enter_async_context(self.pool.lease(bound))
+        except AdapterChanged as error:
+            raise Unavailable(f"{error.message}, again; try again when it is complete", retry_after=2) from error
 
     def resolve(self, request: web.Request, body: dict[str, Any]) -> AdapterSet:
         """The adapter set of a request that generates. Raises UnknownAdapter and InvalidRequest."""

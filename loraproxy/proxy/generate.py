@@ -18,20 +18,20 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """One completion or chat completion, streamed or not."""
     arrived = perf_counter()
     proxy = request.app[PROXY]
-    adapters: AdapterSet | None = None
+    names: dict[int, str] = {}
     outcome = "error"
     try:
         raw = await read_body(request)
         body = parse_object(raw)
         adapters = proxy.resolve(request, body)
-        upstream = Upstream("POST", endpoint(request), _wire_body(raw, body, adapters))
-        async with proxy.pool.lease(adapters) as worker:
+        names = proxy.names(adapters)
+        async with proxy.lease(adapters) as (worker, wire):
             answer = await forward(
                 request,
                 proxy.pool,
                 worker,
-                upstream,
-                headers={"X-LoRA": adapters.label(proxy.names(adapters))},
+                Upstream("POST", endpoint(request), _wire_body(raw, body, wire)),
+                headers={"X-LoRA": adapters.label(names)},
                 on_first_bytes=lambda: proxy.metrics.first_token(perf_counter() - arrived),
             )
         outcome = _outcome(answer.status)
@@ -43,8 +43,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         outcome = "cancelled"
         raise
     finally:
-        names = tuple(proxy.names(adapters).values()) if adapters is not None else ()
-        proxy.metrics.count(endpoint(request), names, outcome)
+        proxy.metrics.count(endpoint(request), tuple(names.values()), outcome)
 
 
 def _wire_body(raw: bytes, body: dict[str, object], adapters: AdapterSet) -> bytes:

@@ -10,22 +10,30 @@ import os
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from loraproxy.adapters.registry import AdapterRegistry
+from loraproxy.adapters.base_model import BaseModel
+from loraproxy.adapters.read import Unsupported
+from loraproxy.adapters.registry import AdapterRegistry, Source, Version
+from loraproxy.adapters.roots import AllowedRoots
+from loraproxy.adapters.uploads import UploadFolder, default_upload_folder
 from loraproxy.backends.embedded import EmbeddedWorker
-from loraproxy.config import Config, HttpConfig, WorkerAdapter, WorkerSettings
-from loraproxy.errors import StartFailed
+from loraproxy.config import Config, HttpConfig, WorkerSettings
+from loraproxy.errors import ApiError, StartFailed
 from loraproxy.metrics import Metrics
-from loraproxy.pool.pool import WorkerPool
+from loraproxy.pool.pool import AdapterLimits, WorkerPool
+from loraproxy.proxy.adapters_api import AdminState
 from loraproxy.proxy.app import make_app
+from loraproxy.proxy.catalog import Catalog, Checks
 from loraproxy.proxy.connections import raise_open_files_limit, server_log
 from loraproxy.proxy.context import Proxy
-from loraproxy.proxy.loading import load_registry
+from loraproxy.proxy.loading import register_configured, register_folder, register_uploads
 from loraproxy.proxy.middleware import api_keys
+from loraproxy.proxy.watching import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -33,43 +41,75 @@ _WORKER_GRACE = 10.0
 """Seconds from SIGTERM to SIGKILL for a worker that has nothing left to do."""
 
 
+@dataclass(frozen=True)
+class _Server:
+    """What is laid out before anything listens."""
+
+    proxy: Proxy
+    admin: AdminState
+    watcher: Watcher | None
+
+
 def run(config: Config, announce: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code 0.
 
     ``announce`` is called with the server's URL when it is ready. Raises StartFailed.
     """
-    proxy = _prepare(config)
+    server = _prepare(config)
     keys = api_keys(config.http)
     if not keys and not _is_local(config.http.host):
         log.warning("listening on %s without an API key: whoever reaches it can use it (--api-key)", config.http.host)
     raise_open_files_limit()
-    asyncio.run(_serve(config, proxy, keys, announce))
+    asyncio.run(_serve(config, server, keys, announce))
     return 0
 
 
-def _prepare(config: Config) -> Proxy:
-    """What needs no event loop: read and check the adapter files, and lay out the worker's settings."""
+def _prepare(config: Config) -> _Server:
+    """What needs no event loop: check the adapter files, and lay out the worker's settings. Raises StartFailed."""
     assert config.model is not None
     model = config.model.absolute()
     if not model.is_file():
         raise StartFailed(f"the model file {model} {'is not a regular file' if model.exists() else 'does not exist'}")
-    registry = load_registry(config, model)
-    base_names = frozenset({*config.aliases, str(config.model), model.name, model.stem})
-    if both := base_names & set(registry.names()):
-        raise StartFailed(f"{min(both)!r} names the base model, too; give the adapter another name")
-    settings = _worker_settings(config, model, registry)
-    pool = WorkerPool(lambda: EmbeddedWorker(settings), slots=config.engine.parallel, max_queue=config.http.max_queue)
+    checks = _checks(config, model)
+    registry = AdapterRegistry()
+    uploads = UploadFolder(config.upload_dir.absolute() if config.upload_dir else default_upload_folder(model))
+    register_configured(config, registry, checks)
+    listing = register_folder(config, registry, checks)
+    register_uploads(uploads, registry, checks)
+    settings = _worker_settings(config, model)
     metrics = Metrics(lambda: pool.in_flight, lambda: pool.restarts)
-    return Proxy(registry, pool, metrics, base_names, config.strict_models)
+    pool = WorkerPool(
+        lambda: EmbeddedWorker(settings),
+        metrics,
+        slots=config.engine.parallel,
+        max_queue=config.http.max_queue,
+        adapters=AdapterLimits(config.adapter_memory, config.ignore_unsupported),
+    )
+    metrics.watch_adapters(lambda: len(registry), lambda: pool.residency.nbytes, lambda: pool.residency.waiting)
+    catalog = Catalog(registry, pool, checks, uploads)
+    watcher = None
+    if config.adapters_dir is not None:
+        watcher = Watcher(catalog, config.adapters_dir.absolute(), listing)
+    roots = AllowedRoots(path.absolute() for path in (*config.adapter_roots, config.adapters_dir) if path)
+    admin = AdminState(catalog, roots, config.max_adapter_size, watcher.problems if watcher else {})
+    return _Server(Proxy(catalog, pool, metrics, checks.base_names, config.strict_models), admin, watcher)
 
 
-def _worker_settings(config: Config, model: Path, registry: AdapterRegistry) -> WorkerSettings:
+def _checks(config: Config, model: Path) -> Checks:
+    try:
+        base = BaseModel.from_gguf(model)
+    except ApiError as error:
+        raise StartFailed(error.message) from error
+    unsupported = Unsupported.LEAVE_OUT if config.ignore_unsupported else Unsupported.REFUSE
+    return Checks(base, frozenset({*config.aliases, str(config.model), model.name, model.stem}), unsupported)
+
+
+def _worker_settings(config: Config, model: Path) -> WorkerSettings:
     engine = config.engine
     return WorkerSettings(
         model=model,
         socket=Path("worker.sock"),
         alias=config.aliases[0] if config.aliases else "",
-        adapters=tuple(WorkerAdapter(id=a.id, name=a.name, path=a.path.absolute()) for a in registry),
         parallel=engine.parallel,
         ctx_size=engine.ctx_size,
         threads=engine.threads,
@@ -85,18 +125,19 @@ def _worker_settings(config: Config, model: Path, registry: AdapterRegistry) -> 
     )
 
 
-async def _serve(config: Config, proxy: Proxy, keys: tuple[str, ...], announce: Callable[[str], None]) -> None:
+async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announce: Callable[[str], None]) -> None:
+    proxy = server.proxy
     stop, hurry = _watch_signals()
-    app = make_app(proxy, config.http, keys)
+    app = make_app(proxy, config.http, keys, server.admin)
     # handler_cancellation: a client that goes away cancels its handler, which closes the worker's connection.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1, logger=server_log())
     await runner.setup()
     try:
         site, url = await _listen(runner, config.http)
         log.info("loading %s", config.model)
-        if await _unless(stop, proxy.pool.start()):
+        if await _unless(stop, proxy.pool.start(_configured(proxy.registry))):
             announce(url)
-            await stop.wait()
+            await _unless(stop, server.watcher.run() if server.watcher else stop.wait())
         await site.stop()
         if proxy.pool.in_flight:
             wait = f"up to {config.http.drain_timeout:g} s to end; a second Ctrl-C or SIGTERM ends them at once"
@@ -107,10 +148,16 @@ async def _serve(config: Config, proxy: Proxy, keys: tuple[str, ...], announce: 
     finally:
         await _unless(hurry, proxy.pool.close(_WORKER_GRACE))
         await proxy.pool.close(0)
+        await proxy.catalog.close()
         await runner.cleanup()
         if config.http.host.endswith(".sock"):
             with suppress(OSError):
                 os.unlink(config.http.host)
+
+
+def _configured(registry: AdapterRegistry) -> list[Version]:
+    """What is loaded before the first request: those configured by name, as far as the budget goes."""
+    return [a.version for a in registry if a.source is Source.CONFIGURED and a.version is not None]
 
 
 def _watch_signals() -> tuple[asyncio.Event, asyncio.Event]:

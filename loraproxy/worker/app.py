@@ -6,10 +6,11 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
+from pydantic import ValidationError
 
 from loraproxy.config import WorkerAdapter
 from loraproxy.errors import ApiError, InvalidRequest, NotFound, NotSupported, PayloadTooLarge, ServerError, Unavailable
@@ -121,6 +122,14 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     return parse_json_object(raw)
 
 
+async def read_adapter_item(request: web.Request) -> WorkerAdapter:
+    """The adapter that the proxy wants loaded. Raises InvalidRequest."""
+    try:
+        return WorkerAdapter.model_validate(await read_body(request))
+    except ValidationError as error:
+        raise InvalidRequest(f"not a WorkerAdapter: {error}") from None
+
+
 async def beside_the_loop(request: web.Request, body: Mapping[str, Any], work: Callable[[], T]) -> T:
     """The result of ``work`` on ``body``, computed in a thread where that could take long."""
     quick = len(await request.read()) <= QUICK_BODY_BYTES and not any(body.get(name) for name in SLOW_FIELDS)
@@ -130,9 +139,9 @@ async def beside_the_loop(request: web.Request, body: Mapping[str, Any], work: C
 class WorkerApp:
     """The routes of one worker. Until :meth:`serve` gives it an engine, everything answers 503."""
 
-    def __init__(self, adapters: Sequence[WorkerAdapter]) -> None:
-        self._adapters = tuple(adapters)
-        self._adapter_ids = frozenset(adapter.id for adapter in adapters)
+    def __init__(self, adapters: Iterable[WorkerAdapter]) -> None:
+        """``adapters``: those that the engine loads before it is given to :meth:`serve`."""
+        self._adapters = {adapter.id: adapter for adapter in adapters}
         self._engine: Engine | None = None
         self._template: ChatTemplate | None = None
         self._metrics = info.Metrics()
@@ -183,6 +192,9 @@ class WorkerApp:
             "/apply-template": self.apply_template,
         }.items():
             router.add_post(path, post)
+        router.add_post("/internal/adapters", self.add_adapter)
+        router.add_delete(r"/internal/adapters/{id:\d{1,18}}", self.remove_adapter)
+        router.add_delete(r"/internal/adapters/{id:\d{1,18}}/prompts", self.forget_prompts)
         for method, path in UNSUPPORTED:
             router.add_route(method, path, self.unsupported)
 
@@ -240,7 +252,7 @@ class WorkerApp:
         if body.get("prompt") is None:
             raise InvalidRequest('"prompt" is required')
         prompts = tokenize_prompts(self.engine.model, body["prompt"])
-        params = parse_params(body, self.engine.model, self._adapter_ids, self.engine.n_slots)
+        params = parse_params(body, self.engine.model, self._adapters.keys(), self.engine.n_slots)
         if len(prompts) * params.n_cmpl > MAX_GENERATIONS:
             raise InvalidRequest(
                 f"the request asks for {len(prompts) * params.n_cmpl} completions; at most {MAX_GENERATIONS} are taken"
@@ -336,7 +348,28 @@ class WorkerApp:
 
     async def lora_adapters(self, request: web.Request) -> web.Response:
         """``GET /lora-adapters``."""
-        return json_response(info.adapters_json(self._adapters))
+        return json_response(info.adapters_json(tuple(self._adapters.values())))
+
+    async def add_adapter(self, request: web.Request) -> web.Response:
+        """``POST /internal/adapters``: load one beside the engine. Answers how many bytes it takes."""
+        item = await read_adapter_item(request)
+        weights = await self.engine.loader.load(item)
+        await self.engine.add_adapter(item.id, weights)
+        self._adapters[item.id] = item
+        logger.debug("event=adapter_loaded id=%d name=%s bytes=%d", item.id, item.name, weights.nbytes)
+        return json_response({"bytes": weights.nbytes})
+
+    async def remove_adapter(self, request: web.Request) -> web.Response:
+        """``DELETE /internal/adapters/{id}``: answered when its memory is free."""
+        adapter_id = int(request.match_info["id"])
+        self._adapters.pop(adapter_id, None)
+        await self.engine.remove_adapter(adapter_id)
+        return json_response({})
+
+    async def forget_prompts(self, request: web.Request) -> web.Response:
+        """``DELETE /internal/adapters/{id}/prompts``: the adapter is gone for good."""
+        await self.engine.forget_prompts(int(request.match_info["id"]))
+        return json_response({})
 
     async def unsupported(self, request: web.Request) -> web.Response:
         """Any route that only llama-server has."""

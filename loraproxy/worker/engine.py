@@ -13,15 +13,15 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from loraproxy.adapters.base_model import BaseModel
-from loraproxy.adapters.read import read_adapter
-from loraproxy.adapters.tensors import Adapter
+from loraproxy import _native
 from loraproxy.config import WorkerSettings
 from loraproxy.errors import ApiError, ContextExceeded, InvalidRequest, ServerError
+from loraproxy.worker.loader import AdapterLoader
 from loraproxy.worker.model import Model, ModelLoadError
 from loraproxy.worker.runtime import Runtime
 from loraproxy.worker.sampling import Sampler
@@ -45,8 +45,11 @@ class Engine:
         self._stepper = Stepper(runtime, settings)
         self._inbox: queue.SimpleQueue[Sequence | tuple[_Control, Future[Any]] | None] = queue.SimpleQueue()
         self._task_ids = itertools.count()
-        self._adapters: set[int] = set()
-        self._leaving: set[int] = set()
+        self.loader = AdapterLoader(settings.model, runtime.delta)
+        self.adapters: set[int] = set()
+        """The ids that new generations may use. The event loop's."""
+        self._leaving: dict[int, Future[None]] = {}
+        """Ids that no new generation uses, and who waits until their memory is free. The engine thread's."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._step_began = 0.0
@@ -72,12 +75,9 @@ class Engine:
             )
         runtime = Runtime(model, settings)
         engine = cls(runtime, settings)
-        if settings.adapters:
-            base = BaseModel.from_gguf(settings.model)
-            for item in settings.adapters:
-                weights = runtime.delta.prepare(read_adapter(item.name, item.path, base))
-                runtime.delta.insert(item.id, weights)
-                engine._adapters.add(item.id)
+        for item in settings.adapters:
+            runtime.delta.insert(item.id, engine.loader.read(item))
+            engine.adapters.add(item.id)
         engine._thread.start()
         return engine
 
@@ -90,6 +90,9 @@ class Engine:
         """
         events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
         sequence = await self._built(generation, events)
+        for adapter_id, _ in generation.adapters.entries:  # asked last: what is put here comes before any removal
+            if adapter_id not in self.adapters:
+                raise InvalidRequest(f"adapter {adapter_id} is not loaded")
         self._loop = asyncio.get_running_loop()
         self._inbox.put(sequence)
         try:
@@ -123,32 +126,39 @@ class Engine:
                 raise InvalidRequest(
                     f"the prompt has token {token}, but token ids run from 0 to {self.model.n_vocab - 1}"
                 )
-        for adapter_id, _ in generation.adapters.entries:
-            if adapter_id not in self._adapters or adapter_id in self._leaving:
-                raise InvalidRequest(f"adapter {adapter_id} is not loaded")
         sampler = Sampler(self.model, generation.sampling, self.n_ctx_slot)
         generation = replace(generation, sampling=sampler.params)
         return Sequence(next(self._task_ids), generation, sampler, events.put_nowait)
 
     # -- adapters ------------------------------------------------------------------------------------------
 
-    async def add_adapter(self, adapter_id: int, adapter: Adapter) -> None:
-        """Prepare ``adapter`` beside the running engine and make it usable as ``adapter_id``.
+    async def add_adapter(self, adapter_id: int, weights: _native.AdapterWeights) -> None:
+        """Make ``weights`` usable as ``adapter_id``, from the next step on. Raises InvalidRequest if it is taken."""
+        await self._between_steps(lambda: self._insert(adapter_id, weights))
+        self.adapters.add(adapter_id)
 
-        Raises InvalidAdapterFile, or InvalidRequest if the id is taken.
-        """
-        if adapter_id in self._adapters:
+    def _insert(self, adapter_id: int, weights: _native.AdapterWeights) -> None:
+        if adapter_id in self._leaving or self.runtime.delta.nbytes(adapter_id):
             raise InvalidRequest(f"adapter id {adapter_id} is taken")
-        weights = await asyncio.to_thread(self.runtime.delta.prepare, adapter)
-        await self._between_steps(lambda: self.runtime.delta.insert(adapter_id, weights))
-        self._adapters.add(adapter_id)
+        self.runtime.delta.insert(adapter_id, weights)
 
     async def remove_adapter(self, adapter_id: int) -> None:
-        """Refuse new generations under ``adapter_id``; its memory is freed when the last running one ends."""
-        if adapter_id not in self._adapters:
+        """Refuse new generations under ``adapter_id``, and return when the last running one ended and its memory is
+        free. Raises InvalidRequest if it is not loaded.
+
+        What the prompt cache has of it stays until it is the least recently used: the same weights may come back,
+        and others never do under this id.
+        """
+        if adapter_id not in self.adapters:
             raise InvalidRequest(f"adapter {adapter_id} is not loaded")
-        self._leaving.add(adapter_id)
-        await self._between_steps(lambda: None)
+        self.adapters.discard(adapter_id)
+        freed: Future[None] = Future()
+        self._inbox.put((lambda: self._leaving.update({adapter_id: freed}), Future()))
+        await asyncio.wrap_future(freed)
+
+    async def forget_prompts(self, adapter_id: int) -> None:
+        """Drop from the prompt cache what was computed under ``adapter_id``, which will not come back."""
+        await self._between_steps(lambda: self._stepper.cache.forget_adapter(adapter_id))
 
     async def _between_steps(self, control: _Control) -> None:
         done: Future[Any] = Future()
@@ -157,11 +167,11 @@ class Engine:
 
     def _release_adapters(self) -> None:
         used = {i for s in self._stepper.sequences() for i, _ in s.generation.adapters.entries}
-        for adapter_id in self._leaving - used:
+        for adapter_id in self._leaving.keys() - used:
             self.runtime.delta.remove(adapter_id)
-            self._stepper.cache.forget_adapter(adapter_id)
-            self._adapters.discard(adapter_id)
-            self._leaving.discard(adapter_id)
+            freed = self._leaving.pop(adapter_id)
+            with suppress(InvalidStateError):  # nobody waits any more
+                freed.set_result(None)
 
     # -- the thread ----------------------------------------------------------------------------------------
 
@@ -222,6 +232,7 @@ class Engine:
         """End the thread and free everything. Generations that still run fail."""
         self._closing = True
         self._inbox.put(None)
+        self.loader.close()
         if self._thread.is_alive():
             self._thread.join()
         self.runtime.close()

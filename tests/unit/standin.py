@@ -16,13 +16,19 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from loraproxy.adapters.registry import AdapterRegistry
+from loraproxy.adapters.names import check_name
+from loraproxy.adapters.registry import AdapterRegistry, Source
+from loraproxy.adapters.roots import AllowedRoots
+from loraproxy.adapters.tensors import AdapterSummary
+from loraproxy.adapters.uploads import UploadFolder
 from loraproxy.backends.base import WorkerExit
 from loraproxy.config import HttpConfig
-from loraproxy.errors import StartFailed
+from loraproxy.errors import AdapterChanged, ApiError, InvalidAdapterFile, StartFailed
 from loraproxy.metrics import Metrics
-from loraproxy.pool.pool import Backoff, WorkerPool
+from loraproxy.pool.pool import AdapterLimits, Backoff, WorkerPool
+from loraproxy.proxy.adapters_api import AdminState
 from loraproxy.proxy.app import make_app
+from loraproxy.proxy.catalog import Catalog
 from loraproxy.proxy.connections import server_log
 from loraproxy.proxy.context import Proxy
 
@@ -34,6 +40,42 @@ MODELS = {
     "object": "list",
     "data": [{"id": "base", "object": "model", "aliases": [], "created": 1, "meta": {"n_vocab": 7}}],
 }
+
+
+ADAPTER_BYTES = 1000
+
+
+def summary(name: str, path: Path, digest: str = "0", nbytes: int = ADAPTER_BYTES) -> AdapterSummary:
+    """What a survey would have said of an adapter."""
+    return AdapterSummary(name, path, digest, "gguf", nbytes, (8, 8), ("blk.0.attn_q.weight",), nbytes)
+
+
+def _refusal(path: Path, digest: str) -> ApiError | None:
+    """Why the worker does not load an adapter, as the content of its file says."""
+    content = path.read_text() if path.exists() else digest
+    if content.startswith("worker refuses"):
+        return InvalidAdapterFile("the graph has no such place")
+    return None if content == digest else AdapterChanged("the file changed")
+
+
+class PathChecks:
+    """In the place of :class:`loraproxy.proxy.catalog.Checks`: a file's content is its digest, its size its memory.
+
+    A file that starts with ``bad`` cannot be applied.
+    """
+
+    base_names = frozenset({"base"})
+
+    def name(self, name: str) -> str:
+        return check_name(name)
+
+    def survey(self, name: str, path: Path) -> AdapterSummary:
+        content = path.read_text() if path.exists() else "bad: no such file"
+        if content.startswith("bad"):
+            raise InvalidAdapterFile(f"adapter {name!r} ({path}): {content}")
+        return summary(name, path, content, path.stat().st_size)
+
+    read = survey
 
 
 async def soon(awaitable: Any) -> Any:
@@ -58,6 +100,11 @@ class StandIn:
         self.cancelled = asyncio.Event()
         self.go_on = asyncio.Semaphore(0)
         """Each release lets one event of a held stream, or one held answer, go out."""
+        self.loaded: list[int] = []
+        """Wire ids of the adapters that are loaded."""
+        self.loads = 0
+        self.hold_loads = False
+        self.go_on_loading = asyncio.Semaphore(0)
         self.grace: float | None = None
         self._died = asyncio.Event()
 
@@ -99,6 +146,8 @@ class StandIn:
         assert request.transport is not None
         self.connections.add(request.transport)
         body = await request.read()
+        if request.path.startswith("/internal/adapters"):
+            return await self._adapter(request, body)
         self.received.append((request.path_qs, body))
         self.arrived.release()
         if request.path.endswith("models"):
@@ -114,6 +163,22 @@ class StandIn:
             error = {"code": 400, "message": "no", "type": "invalid_request_error"}
             return web.json_response({"error": error}, status=400)
         return web.json_response({"path": request.path_qs, "body": body.decode()})
+
+    async def _adapter(self, request: web.Request, body: bytes) -> web.Response:
+        """Load or unload. A file whose content is not the registered digest has changed."""
+        if request.method == "DELETE":
+            if not request.path.endswith("/prompts"):
+                self.loaded.remove(int(request.path.rpartition("/")[2]))
+            return web.json_response({})
+        item = json.loads(body)
+        if self.hold_loads:
+            await self.go_on_loading.acquire()
+        error = _refusal(Path(item["path"]), item["digest"])
+        if error is not None:
+            return web.json_response(error.body(), status=error.status)
+        self.loaded.append(item["id"])
+        self.loads += 1
+        return web.json_response({"bytes": ADAPTER_BYTES})
 
     async def _held(self) -> None:
         try:
@@ -135,7 +200,9 @@ class StandIn:
 class Bench:
     """A proxy on a real port, in front of stand-ins."""
 
-    def __init__(self, folder: Path, http: HttpConfig, keys: tuple[str, ...], slots: int, strict: bool) -> None:
+    def __init__(
+        self, folder: Path, http: HttpConfig, keys: tuple[str, ...], slots: int, strict: bool, memory: int
+    ) -> None:
         self.workers: list[StandIn] = []
         self.broken_starts = 0
         self.may_start = asyncio.Event()
@@ -144,13 +211,19 @@ class Bench:
         """Released for every replacement of the first worker."""
         self.registry = AdapterRegistry()
         for name in ("pirate", "robot"):
-            self.registry.add(name, folder / name)
+            self.registry.put(name, folder / name, summary(name, folder / name), source=Source.CONFIGURED)
         backoff = Backoff(first=0.02, longest=0.1)
         self._folder = folder
-        self.pool = WorkerPool(self._make, slots=slots, max_queue=http.max_queue, backoff=backoff)
         metrics = Metrics(lambda: self.pool.in_flight, lambda: self.pool.restarts)
-        proxy = Proxy(self.registry, self.pool, metrics, frozenset({"base"}), strict)
-        app = make_app(proxy, http, keys)
+        limits = AdapterLimits(memory)
+        self.pool = WorkerPool(
+            self._make, metrics, slots=slots, max_queue=http.max_queue, adapters=limits, backoff=backoff
+        )
+        checks: Any = PathChecks()
+        self.catalog = Catalog(self.registry, self.pool, checks, UploadFolder(folder / "uploads"))
+        proxy = Proxy(self.catalog, self.pool, metrics, frozenset({"base"}), strict)
+        admin = AdminState(self.catalog, AllowedRoots([folder / "root"]), 10_000, {})
+        app = make_app(proxy, http, keys, admin)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, logger=server_log())
 
     @property
@@ -183,10 +256,11 @@ async def running(
     keys: tuple[str, ...] = (),
     slots: int = 4,
     strict: bool = False,
+    memory: int = 0,
     started: bool = True,
 ) -> AsyncIterator[Bench]:
     """A proxy whose worker has started, unless ``started`` is false."""
-    bench = Bench(folder, http or HttpConfig(), keys, slots, strict)
+    bench = Bench(folder, http or HttpConfig(), keys, slots=slots, strict=strict, memory=memory)
     await bench.runner.setup()
     await web.TCPSite(bench.runner, "127.0.0.1", 0).start()
     bench.url = f"http://127.0.0.1:{bench.runner.addresses[0][1]}"
@@ -199,4 +273,5 @@ async def running(
         await bench.client.close()
         if started:
             await bench.pool.close(0)
+        await bench.catalog.close()
         await bench.runner.cleanup()

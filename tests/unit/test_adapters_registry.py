@@ -2,18 +2,29 @@ import math
 from pathlib import Path
 
 import pytest
+from standin import summary
 
 from loraproxy.adapters.names import check_name
-from loraproxy.adapters.registry import AdapterRegistry
+from loraproxy.adapters.registry import AdapterRegistry, RegisteredAdapter, Source
 from loraproxy.adapters.sets import BASE, AdapterSet
-from loraproxy.errors import InvalidRequest, UnknownAdapter
+from loraproxy.errors import InvalidAdapterFile, InvalidRequest, UnknownAdapter
+
+
+def put(registry: AdapterRegistry, name: str, digest: str = "0", scale: float | None = None) -> RegisteredAdapter:
+    path = Path("/a") / name
+    return registry.put(name, path, summary(name, path, digest), source=Source.CONFIGURED, default_scale=scale)
+
+
+def wire(registry: AdapterRegistry, **scales: float) -> AdapterSet:
+    """The names at these scales, as the worker would be asked for them."""
+    return registry.bind(AdapterSet.of({registry.by_name(name).id: s for name, s in scales.items()})).adapters
 
 
 @pytest.fixture
 def registry() -> AdapterRegistry:
     registry = AdapterRegistry()
-    registry.add("pirate", Path("/a/pirate"))
-    registry.add("bard", Path("/a/bard.gguf"), default_scale=0.5)
+    put(registry, "pirate")
+    put(registry, "bard", scale=0.5)
     return registry
 
 
@@ -46,22 +57,59 @@ def test_defaults_with_an_unknown_id_change_nothing(registry):
     assert registry.by_id(0).default_scale == 0
 
 
-def test_the_digest_can_follow_once_the_content_is_read(registry):
-    registry.set_digest("bard", "ab" * 32)
-    assert registry.by_id(1).digest == "ab" * 32
-    assert registry.by_id(1).default_scale == 0.5
+def test_a_replacement_keeps_id_scale_and_description_and_is_another_version(registry):
+    before = registry.by_name("bard")
+    bound = registry.bind(AdapterSet(((1, 1.0),)))
+    after = put(registry, "bard", digest="1")
+    assert (after.id, after.default_scale, after.description) == (before.id, 0.5, before.description)
+    assert registry.default_set() == AdapterSet(((1, 0.5),))
+    assert bound.adapters != registry.bind(AdapterSet(((1, 1.0),))).adapters
+    assert bound.versions == (before.version,), "what was bound stays what it was"
 
 
-def test_a_name_is_given_once(registry):
-    with pytest.raises(InvalidRequest, match="'bard' is used twice"):
-        registry.add("bard", Path("/a/other"))
-    assert len(registry) == 2
+def test_the_same_content_in_the_same_place_is_the_same_version(registry):
+    before = wire(registry, bard=1)
+    put(registry, "bard", scale=2.0)
+    assert wire(registry, bard=1) == before
+    assert registry.by_name("bard").default_scale == 2.0
+
+
+def test_a_wire_id_is_never_used_again(registry):
+    seen = {wire(registry, bard=1), wire(registry, pirate=1)}
+    for digest in "1234":
+        seen.add(wire(registry, bard=1))
+        put(registry, "bard", digest)
+        registry.remove("bard")
+        put(registry, "bard", digest)
+        seen.add(wire(registry, bard=1))
+    assert len(seen) == 6
+
+
+def test_a_removed_adapter_leaves_its_id_unused_and_gets_it_back(registry):
+    registry.remove("bard")
+    assert registry.default_set() == BASE
+    with pytest.raises(UnknownAdapter, match=r"unknown adapter id 1; known ids: 0 \(pirate\)"):
+        registry.by_id(1)
+    with pytest.raises(UnknownAdapter, match="unknown adapter 'bard'; known adapters: pirate"):
+        registry.remove("bard")
+    assert put(registry, "robot").id == 2
+    assert put(registry, "bard").id == 1
+    assert registry.names() == ("pirate", "bard", "robot")
+    assert registry.by_name("bard").default_scale == 0
+
+
+def test_a_failed_adapter_is_known_and_says_why_when_it_is_asked_for(registry):
+    registry.put("bard", Path("/a/bard"), "its file is damaged", source=Source.FOLDER)
+    assert "bard" in registry
+    with pytest.raises(InvalidAdapterFile, match="its file is damaged"):
+        wire(registry, bard=1)
+    assert wire(registry, pirate=1)
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 1e39])
 def test_a_default_scale_must_be_finite(registry, scale):
     with pytest.raises(InvalidRequest, match="the scale of 'wizard' must be a finite number"):
-        registry.add("wizard", Path("/a/wizard"), default_scale=scale)
+        put(registry, "wizard", scale=scale)
     assert "wizard" not in registry
 
 

@@ -5,8 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
+from standin import summary
 
-from loraproxy.adapters.registry import AdapterRegistry
+from loraproxy.adapters.registry import AdapterRegistry, Source
 from loraproxy.adapters.selectors import MAX_ENTRIES, parse_lora, resolve
 from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.errors import InvalidRequest, UnknownAdapter
@@ -18,7 +19,8 @@ BASE_NAMES = ("smollm2", "SmolLM2-135M")
 def registry() -> AdapterRegistry:
     registry = AdapterRegistry()
     for name in ("pirate", "bard", "robot"):
-        registry.add(name, Path(f"/adapters/{name}"))
+        path = Path(f"/adapters/{name}")
+        registry.put(name, path, summary(name, path), source=Source.CONFIGURED)
     return registry
 
 

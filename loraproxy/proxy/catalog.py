@@ -1,0 +1,214 @@
+"""Adapters come, change and go while requests run: every way there is ends here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from loraproxy.adapters.background import background_threads
+from loraproxy.adapters.base_model import BaseModel
+from loraproxy.adapters.names import check_name
+from loraproxy.adapters.read import Unsupported, read_adapter, survey_adapter
+from loraproxy.adapters.registry import AdapterRegistry, RegisteredAdapter, Source, Version
+from loraproxy.adapters.tensors import AdapterSummary
+from loraproxy.adapters.uploads import About, UploadFolder
+from loraproxy.errors import Conflict, InvalidAdapterFile, InvalidRequest, ServerError
+from loraproxy.pool.pool import WorkerPool
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a registration is to have beside its file; None keeps what the name had."""
+
+    scale: float | None = None
+    description: str | None = None
+
+    def about(self, name: str, before: RegisteredAdapter | None) -> About:
+        """With what the name had where nothing is wished."""
+        scale = (before.default_scale if before else 0.0) if self.scale is None else self.scale
+        text = (before.description if before else "") if self.description is None else self.description
+        return About(name, scale, text)
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What an adapter's files are checked against."""
+
+    base: BaseModel
+    base_names: frozenset[str]
+    """No adapter may bear one of these."""
+    unsupported: Unsupported = Unsupported.REFUSE
+
+    def name(self, name: str) -> str:
+        """``name`` if an adapter may bear it. Raises InvalidRequest."""
+        check_name(name)
+        if name in self.base_names:
+            raise InvalidRequest(f"{name!r} names the base model, too; give the adapter another name")
+        return name
+
+    def survey(self, name: str, path: Path) -> AdapterSummary:
+        """What is at ``path``. Raises InvalidAdapterFile and InvalidRequest."""
+        self.name(name)
+        return survey_adapter(name, path, self.base, unsupported=self.unsupported)
+
+    def read(self, name: str, path: Path) -> AdapterSummary:
+        """The same, every weight checked."""
+        return read_adapter(name, path, self.base, unsupported=self.unsupported).summary
+
+
+@dataclass(eq=False)
+class Catalog:
+    """Changes the registry, and sees to what becomes of versions that were replaced or removed.
+
+    Changes of one name happen one after the other. Files are read in one background thread.
+    """
+
+    registry: AdapterRegistry
+    pool: WorkerPool
+    checks: Checks
+    uploads: UploadFolder
+    _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._threads = background_threads(1)
+
+    async def register(self, name: str, path: Path, source: Source, wish: Wish | None = None) -> RegisteredAdapter:
+        """Register what is at ``path``, or replace what ``name`` means for requests from now on.
+
+        Raises InvalidAdapterFile and InvalidRequest, and changes nothing then.
+        """
+        async with self._lock(name):
+            summary = await self.in_background(lambda: self.checks.survey(name, path))
+            return self._put(name, path, summary, source, wish or Wish())
+
+    async def register_or_fail(self, name: str, path: Path, source: Source) -> RegisteredAdapter:
+        """As :meth:`register`; what cannot be applied is registered as failed. Raises InvalidRequest for the name."""
+        self.checks.name(name)
+        async with self._lock(name):
+            return await self._survey_or_fail(name, path, source)
+
+    async def refresh(self, version: Version) -> None:
+        """The file of ``version`` is not what it was: survey it again, unless the name means something else by now."""
+        async with self._lock(version.name):
+            adapter = self.present(version.name)
+            if adapter is not None and adapter.version is not None and adapter.version.wire_id == version.wire_id:
+                await self._survey_or_fail(adapter.name, adapter.path, adapter.source)
+
+    async def keep_upload(self, name: str, incoming: Path, file: Path, wish: Wish) -> RegisteredAdapter:
+        """Check what was uploaded to ``file`` (or a PEFT folder) in ``incoming``, keep and register it.
+
+        Raises InvalidAdapterFile, and changes nothing then.
+        """
+        async with self._lock(name):
+            try:
+                summary = await self.in_background(lambda: self.checks.read(name, file))
+            except InvalidAdapterFile as error:
+                raise InvalidAdapterFile(error.message.replace(str(file), "the uploaded file")) from None
+            try:
+                path = self.uploads.keep(incoming, wish.about(name, self.present(name)), summary.digest)
+            except OSError as error:
+                raise ServerError(f"the upload cannot be kept: {error.strerror or error}") from error
+            return self._put(name, path, summary, Source.UPLOAD, wish)
+
+    async def remove(self, name: str) -> RegisteredAdapter:
+        """Forget an adapter; requests in flight finish. Raises UnknownAdapter, and Conflict for one of the watched
+        folder, whose file would bring it back.
+        """
+        async with self._lock(name):
+            adapter = self.registry.by_name(name)
+            if adapter.source is Source.FOLDER:
+                raise Conflict(f"adapter {name!r} is in the watched folder; remove {adapter.path} there instead")
+            return self._remove(adapter)
+
+    async def remove_from_folder(self, name: str) -> None:
+        """The watched folder no longer has it."""
+        async with self._lock(name):
+            adapter = self.present(name)
+            if adapter is not None and adapter.source is Source.FOLDER:
+                self._remove(adapter)
+
+    async def in_background(self, work: Callable[[], Any]) -> Any:
+        """The result of ``work`` in the background thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def close(self) -> None:
+        """Stop what still waits for versions to come out of use; their uploads are removed at the next start."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- the same without locks ----------------------------------------------------------------------------
+
+    async def _survey_or_fail(self, name: str, path: Path, source: Source) -> RegisteredAdapter:
+        try:
+            content: AdapterSummary | str = await self.in_background(lambda: self.checks.survey(name, path))
+        except InvalidAdapterFile as error:
+            content = error.message
+        return self._put(name, path, content, source, Wish())
+
+    def _put(
+        self, name: str, path: Path, content: AdapterSummary | str, source: Source, wish: Wish
+    ) -> RegisteredAdapter:
+        before = self.present(name)
+        adapter = self.registry.put(
+            name, path, content, source=source, default_scale=wish.scale, description=wish.description
+        )
+        if adapter.version is None:
+            log.warning("adapter %s cannot be used: %s", name, adapter.error)
+        elif before is None or adapter.version != before.version:
+            log_registration(adapter)
+        if before is not None:
+            self._retire(before, adapter)
+        return adapter
+
+    def _remove(self, adapter: RegisteredAdapter) -> RegisteredAdapter:
+        self.registry.remove(adapter.name)
+        log.info("adapter %s: removed", adapter.name)
+        self._retire(adapter, None)
+        return adapter
+
+    def present(self, name: str) -> RegisteredAdapter | None:
+        """The adapter called ``name``, if there is one."""
+        return self.registry.by_name(name) if name in self.registry else None
+
+    def _retire(self, before: RegisteredAdapter, after: RegisteredAdapter | None) -> None:
+        """Unload what was replaced when its last request ends, and remove its file if it was uploaded."""
+        same = after and after.version and before.version and after.version.wire_id == before.version.wire_id
+        version = None if same else before.version
+        moved = after is None or after.path != before.path
+        uploaded = before.path if before.source is Source.UPLOAD and moved else None
+        if version is not None or uploaded is not None:
+            self._start(self._clear_up(version, uploaded))
+
+    async def _clear_up(self, version: Version | None, uploaded: Path | None) -> None:
+        if version is not None:
+            await self.pool.retire(version)
+        # the same content may have been uploaded again meanwhile
+        if uploaded is not None and all(adapter.path != uploaded for adapter in self.registry):
+            self.uploads.remove(uploaded)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+
+def log_registration(adapter: RegisteredAdapter) -> None:
+    """One line for the adapter, one for each of what was noticed or left out."""
+    log.info("adapter %d %s: %s", adapter.id, adapter.name, adapter.path)
+    assert adapter.version is not None
+    for note in (*adapter.version.summary.notes, *adapter.version.summary.left_out):
+        log.info("adapter %s: %s", adapter.name, note)

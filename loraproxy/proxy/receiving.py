@@ -1,0 +1,121 @@
+"""Receiving an uploaded adapter: streamed to disk within a bound, never held in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from loraproxy.adapters.names import shorten
+from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE
+from loraproxy.adapters.uploads import GGUF_NAME
+from loraproxy.errors import InvalidRequest, PayloadTooLarge, ServerError
+
+_BLOCK = 1 << 20
+_MAX_PARTS = 8
+_MAX_FIELD = 16 * 1024
+_FORMS = (
+    "send a GGUF file as the body (application/octet-stream), or multipart/form-data with the files "
+    f"{CONFIG_FILE} and {WEIGHTS_FILE}, or with one .gguf file"
+)
+
+
+class Receiver:
+    """Writes the files of one upload into ``folder``, ``limit`` bytes at most."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder = folder
+        self._limit = limit
+        self._received = 0
+
+    async def body(self, request: web.Request) -> Path:
+        """The request's body as a GGUF file. Raises PayloadTooLarge, InvalidRequest and ServerError."""
+        if (request.content_length or 0) > self._limit:
+            raise self._too_large()
+        await self._write(GGUF_NAME, _blocks(request.content.readany))
+        if not self._received:
+            raise InvalidRequest(f"the upload is empty; {_FORMS}")
+        return self._folder / GGUF_NAME
+
+    async def form(self, request: web.Request) -> tuple[Path, dict[str, str]]:
+        """The adapter in a multipart form, and the form's other fields. Raises as :meth:`body` does."""
+        fields: dict[str, str] = {}
+        files: set[str] = set()
+        try:
+            async for part in _parts(await request.multipart()):
+                if part.filename is None:
+                    fields[part.name or ""] = await self._field(part)
+                    continue
+                name = self._file_name(part.filename)
+                if name in files:
+                    raise InvalidRequest(f"the form has {name} twice; {_FORMS}")
+                files.add(name)
+                await self._write(name, _blocks(part.read_chunk))
+        except (ValueError, AssertionError, aiohttp.ClientError, web.RequestPayloadError) as error:
+            raise InvalidRequest(
+                f"the form cannot be read: {' '.join(str(error).split()) or 'it is broken'}"
+            ) from error
+        if files == {GGUF_NAME}:
+            return self._folder / GGUF_NAME, fields
+        if files == {CONFIG_FILE, WEIGHTS_FILE}:
+            return self._folder, fields
+        raise InvalidRequest(f"the form has {', '.join(sorted(files)) or 'no files'}; {_FORMS}")
+
+    def _file_name(self, given: str) -> str:
+        name = given.replace("\\", "/").rpartition("/")[2]
+        if name.endswith(".gguf"):
+            return GGUF_NAME
+        if name in (CONFIG_FILE, WEIGHTS_FILE):
+            return name
+        raise InvalidRequest(f"the form has a file {shorten(given)}; {_FORMS}")
+
+    async def _field(self, part: aiohttp.BodyPartReader) -> str:
+        data = bytearray()
+        async for block in _blocks(part.read_chunk):
+            data += block
+            if len(data) > _MAX_FIELD:
+                raise InvalidRequest(f"the form's field {shorten(part.name)} is longer than {_MAX_FIELD} bytes")
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"the form's field {shorten(part.name)} is not UTF-8") from None
+
+    async def _write(self, name: str, blocks: AsyncIterator[bytes]) -> None:
+        try:
+            with (self._folder / name).open("xb") as file:
+                async for block in blocks:
+                    self._received += len(block)
+                    if self._received > self._limit:
+                        raise self._too_large()
+                    await asyncio.to_thread(file.write, block)
+        except OSError as error:
+            if isinstance(error, ConnectionError):
+                raise
+            raise ServerError(f"the upload cannot be stored: {error.strerror or error}") from error
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(f"the adapter is larger than {self._limit} bytes (--max-adapter-size)")
+
+
+async def _parts(reader: aiohttp.MultipartReader) -> AsyncIterator[aiohttp.BodyPartReader]:
+    count = 0
+    while (part := await reader.next()) is not None:
+        count += 1
+        if not isinstance(part, aiohttp.BodyPartReader) or count > _MAX_PARTS:
+            raise InvalidRequest(f"the form is not an adapter's; {_FORMS}")
+        yield part
+
+
+async def _blocks(read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[bytes]:
+    """What ``read`` gives until it gives nothing, in blocks worth a thread each."""
+    gathered = bytearray()
+    while chunk := await read():
+        gathered += chunk
+        if len(gathered) >= _BLOCK:
+            yield bytes(gathered)
+            gathered.clear()
+    if gathered:
+        yield bytes(gathered)

@@ -1,0 +1,90 @@
+"""The watched folder: what appears, changes or goes there does so in the catalog.
+
+The folder is polled, as no notification works on every file system. What changed is taken up when it has stayed the
+same from one look to the next, so that a file is not read while it is being written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from loraproxy.adapters.fingerprint import Fingerprint
+from loraproxy.adapters.folder import Listing, list_folder
+from loraproxy.adapters.registry import Source
+from loraproxy.proxy.catalog import Catalog
+
+log = logging.getLogger(__name__)
+
+_INTERVAL = 0.4
+_LARGEST_SHARE = 0.05
+"""Of the time, for looking: a slow folder is looked at less often."""
+
+
+class Watcher:
+    """Keeps the catalog as the folder is."""
+
+    def __init__(self, catalog: Catalog, folder: Path, known: Listing, interval: float = _INTERVAL) -> None:
+        """``known``: what was there at the start, which the catalog has already."""
+        self._catalog = catalog
+        self._folder = folder
+        self._interval = interval
+        self._before = known.adapters
+        self._taken: dict[str, Fingerprint] = {name: found.fingerprint for name, found in known.adapters.items()}
+        """What the catalog was last told, by name."""
+        self._unreadable = ""
+        self.problems: dict[str, str] = {}
+        """Entries that are no adapters to register: path and reason."""
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            began = time.monotonic()
+            listing = await self._catalog.in_background(self._look)
+            took = time.monotonic() - began
+            if listing is not None:
+                try:
+                    await self._apply(listing)
+                except Exception:
+                    log.exception("adapters folder %s: a change could not be taken up", self._folder)
+            await asyncio.sleep(max(self._interval, took / _LARGEST_SHARE))
+
+    def _look(self) -> Listing | None:
+        try:
+            listing = list_folder(self._folder, self._catalog.checks.name)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if reason != self._unreadable:  # an unmounted disk is no reason to forget what is loaded from it
+                log.error("adapters folder %s: %s; its adapters stay as they are", self._folder, reason)
+            self._unreadable = reason
+            return None
+        self._unreadable = ""
+        return listing
+
+    async def _apply(self, listing: Listing) -> None:
+        before, self._before = self._before, listing.adapters
+        problems = dict(listing.problems)
+        for name, found in listing.adapters.items():
+            if name not in before or before[name].fingerprint != found.fingerprint:
+                continue  # it may still be growing
+            adapter = self._catalog.present(name)
+            if adapter is not None and adapter.source is not Source.FOLDER and adapter.path != found.path:
+                problems[str(found.path)] = f"the name {name!r} is taken ({adapter.source.value}: {adapter.path})"
+                self._taken.pop(name, None)
+            elif adapter is None or self._taken.get(name) != found.fingerprint:
+                self._taken[name] = found.fingerprint
+                source = adapter.source if adapter else Source.FOLDER
+                await self._catalog.register_or_fail(name, found.path, source)
+        for name in [name for name in self._taken if name not in listing.adapters and name not in before]:
+            del self._taken[name]
+            await self._catalog.remove_from_folder(name)
+        self._report(problems)
+
+    def _report(self, problems: dict[str, str]) -> None:
+        for path, reason in problems.items():
+            if self.problems.get(path) != reason:
+                log.warning("adapters folder: %s is left alone: %s", path, reason)
+        self.problems.clear()
+        self.problems.update(problems)

@@ -1,0 +1,54 @@
+"""Loading adapters beside the engine: a file's bytes become weights in threads that yield to the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import cached_property
+from pathlib import Path
+
+from loraproxy import _native
+from loraproxy.adapters.background import background_threads
+from loraproxy.adapters.base_model import BaseModel
+from loraproxy.adapters.read import Unsupported, read_adapter
+from loraproxy.config import WorkerAdapter
+from loraproxy.errors import AdapterChanged
+from loraproxy.worker.delta import DeltaPath
+
+CONCURRENT_LOADS = 4
+"""More than one, so that a small adapter does not wait for a large one."""
+
+
+class AdapterLoader:
+    """Reads adapters for one model and its delta path."""
+
+    def __init__(self, model: Path, delta: DeltaPath) -> None:
+        self._model = model
+        self._delta = delta
+        self._threads = background_threads(CONCURRENT_LOADS)
+        self._lock = threading.Lock()
+
+    def read(self, item: WorkerAdapter) -> _native.AdapterWeights:
+        """Read, check and convert the adapter, in this thread.
+
+        Raises InvalidAdapterFile, and AdapterChanged where the content is not the one that ``item`` speaks of.
+        """
+        with self._lock:
+            base = self._base
+        unsupported = Unsupported.LEAVE_OUT if item.ignore_unsupported else Unsupported.REFUSE
+        adapter = read_adapter(item.name, item.path, base, unsupported=unsupported)
+        if item.digest and adapter.digest != item.digest:
+            raise AdapterChanged(f"the file of adapter {item.name!r} changed: {item.path}")
+        return self._delta.prepare(adapter)
+
+    async def load(self, item: WorkerAdapter) -> _native.AdapterWeights:
+        """As :meth:`read`, in a background thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.read, item)
+
+    def close(self) -> None:
+        """Begin no further load."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @cached_property
+    def _base(self) -> BaseModel:
+        return BaseModel.from_gguf(self._model)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
@@ -25,6 +25,7 @@ _TYPES: dict[AdapterDtype, GGMLQuantizationType] = {
     "q8_0": GGMLQuantizationType.Q8_0,
 }
 _Q8_BLOCK = 32
+_TOKENS = GGUFValueType.UINT32
 
 
 def write_gguf_adapter(adapter: Adapter, base: BaseModel, path: Path, dtype: AdapterDtype = "f16") -> None:
@@ -45,6 +46,13 @@ def write_gguf_adapter(adapter: Adapter, base: BaseModel, path: Path, dtype: Ada
         writer.add_name(adapter.name)
         writer.add_string("adapter.type", "lora")
         writer.add_float32("adapter.lora.alpha", 0.0)
+        if adapter.invocation_tokens:
+            writer.add_key_value(
+                "adapter.alora.invocation_tokens", list(adapter.invocation_tokens), GGUFValueType.ARRAY, _TOKENS
+            )
+        if adapter.base_name:
+            writer.add_base_model_count(1)
+            writer.add_base_model_name(0, adapter.base_name)
         for name, values in _arrays(adapter):
             kind = _TYPES[dtype]
             if kind is GGMLQuantizationType.Q8_0 and values.shape[-1] % _Q8_BLOCK:

@@ -24,7 +24,9 @@ assumptions, each used where its number stands:
     ``done_reason`` (``stop``: end of text or a stop string; ``length``), token counts, and durations in nanoseconds.
 10. Options that the server does not know are ignored (it logs them), so a misspelt or removed one has no effect;
     ``mirostat`` and its companions were removed in 2025.
-11. The server's default options differ from llama-server's: ``top_p`` 0.9, ``min_p`` 0, ``repeat_penalty`` 1.1.
+11. ``/api/show`` has the GGUF's metadata in ``model_info`` (arrays of more than five values are left out unless
+    ``verbose``) and ``name``, ``type`` and ``shape`` of every tensor in ``tensors``.
+12. The server's default options differ from llama-server's: ``top_p`` 0.9, ``min_p`` 0, ``repeat_penalty`` 1.1.
 """
 
 from __future__ import annotations
@@ -112,9 +114,12 @@ class OllamaClient:
             for model in (await self._json("GET", "/api/tags")).get("models") or []
         ]
 
-    async def show(self, model: str) -> dict[str, Any]:
-        """What the server says of a model: ``template``, ``license``, ``model_info``, ``capabilities`` and more."""
-        return await self._json("POST", "/api/show", {"model": model})
+    async def show(self, model: str, *, verbose: bool = False) -> dict[str, Any]:
+        """What the server says of a model: ``template``, ``license``, ``model_info``, ``capabilities`` and more.
+
+        verbose: with all of its metadata, long arrays and the vocabulary too, which is megabytes.
+        """
+        return await self._json("POST", "/api/show", {"model": model, "verbose": verbose})
 
     async def running(self) -> list[dict[str, Any]]:
         """The models in memory, as ``/api/ps`` lists them."""
@@ -162,7 +167,9 @@ class OllamaClient:
         note: kept as one more license of the model (assumption 5). on_status: called with each status the server
         reports. Raises NotSupported if this server takes no adapters (assumption 6).
         """
-        request: dict[str, Any] = {"model": model, "from": base, "adapters": dict(adapters)}
+        request: dict[str, Any] = {"model": model, "from": base}
+        if adapters:
+            request["adapters"] = dict(adapters)
         if note:
             request["license"] = note
         status = ""

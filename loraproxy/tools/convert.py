@@ -65,8 +65,9 @@ def run(options: argparse.Namespace) -> int:
     for note in (*adapter.notes, *adapter.left_out):
         print(f"note: {note}")
     print(
-        f"wrote {options.output}: {files.megabytes(result.n_bytes)}, {len(adapter.tensors)} pairs as {options.outtype}, "
-        f"scaling folded in; read back, the largest relative error is {result.error:.1e} ({result.worst})"
+        f"wrote {options.output}: {files.megabytes(result.n_bytes)}, {len(adapter.tensors)} pairs as "
+        f"{options.outtype}, scaling folded in; read back, the largest relative error is {result.error:.1e} "
+        f"({result.worst})"
     )
     if result.error > _EXPECTED[options.outtype]:
         print(f"note: {options.outtype} holds some weights badly; --outtype f32 is exact")
@@ -132,4 +133,6 @@ def _scaled(pair: LoraTensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]
 
 def _norm(left: NDArray[Any], right: NDArray[Any]) -> float:
     """The Frobenius norm of ``left @ right``."""
-    return float(np.linalg.norm(np.linalg.qr(left, mode="r") @ np.linalg.qr(right.T, mode="r").T))
+    left_factor: NDArray[np.float64] = np.asarray(np.linalg.qr(left, mode="r"))
+    right_factor: NDArray[np.float64] = np.asarray(np.linalg.qr(right.T, mode="r"))
+    return float(np.linalg.norm(left_factor @ right_factor.T))

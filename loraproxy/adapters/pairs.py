@@ -96,7 +96,7 @@ class PlannedPair:
     @property
     def resident_bytes(self) -> int:
         """Bytes that the engine will hold for it."""
-        return pair_resident_bytes(self.rank, self.n_in, self.n_out)
+        return pair_resident_bytes(self.rank, self.n_in, self.n_out, self.op)
 
 
 @dataclass(frozen=True)

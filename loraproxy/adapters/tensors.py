@@ -77,7 +77,8 @@ class Adapter:
             scale=(min(scales), max(scales)),
             targets=tuple(tensor.target for tensor in self.tensors),
             resident_bytes=sum(
-                pair_resident_bytes(tensor.rank, tensor.a.shape[1], tensor.b.shape[0]) for tensor in self.tensors
+                pair_resident_bytes(tensor.rank, tensor.a.shape[1], tensor.b.shape[0], tensor.op)
+                for tensor in self.tensors
             ),
             notes=self.notes,
             left_out=self.left_out,
@@ -115,8 +116,15 @@ class AdapterSummary:
         return len(self.targets)
 
 
-def pair_resident_bytes(rank: int, n_in: int, n_out: int) -> int:
-    """Bytes that the engine holds for one pair: f16 values in its kernels' tiles, each half in whole 128 bytes."""
-    a = -(-rank // 4) * 4 * n_in
-    b = rank * (-(-n_out // 32) * 32)
-    return sum(-(-values // 64) * 64 * 2 for values in (a, b))
+def pair_resident_bytes(rank: int, n_in: int, n_out: int, op: Op = Op.MUL_MAT) -> int:
+    """Bytes that the engine holds for one pair: f16 values in its kernels' tiles, each half in whole 128 bytes.
+
+    Shapes as in :class:`LoraTensor`; the tiles are those of native/kernels.h.
+    """
+    a = rank * n_in if op is Op.GET_ROWS else _whole(rank, 4) * _whole(n_in, 16)
+    b = rank * _whole(n_out, 32)
+    return 2 * (_whole(a, 64) + _whole(b, 64))
+
+
+def _whole(values: int, block: int) -> int:
+    return -(-values // block) * block

@@ -31,8 +31,14 @@ def listed(names: Iterable[str]) -> str:
     """The first few of ``names`` for a message, and how many more there are."""
     every = sorted(names)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    shown = (name[:120] if name.isprintable() else ascii(name[:120]) for name in every[:_SHOWN])
-    return ", ".join(shown) + more
+    return ", ".join(printable(name, 120) for name in every[:_SHOWN]) + more
+
+
+def printable(text: str, limit: int = 1200) -> str:
+    """``text`` for a log or an answer: no line ends, no control characters, no halves of characters, not too long."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def check_rank(target: str, rank: int) -> None:

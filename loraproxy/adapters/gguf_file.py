@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from gguf.constants import GGUFValueType
 
 from loraproxy.adapters.base_model import BaseModel
-from loraproxy.adapters.checks import MAX_NAME, MAX_PAIRS, Refused, listed, matrix_of, op_for
+from loraproxy.adapters.checks import MAX_NAME, MAX_PAIRS, Refused, listed, matrix_of, op_for, printable
 from loraproxy.adapters.files import CheckedFile
 from loraproxy.adapters.gguf_header import GgufArray, GgufHeader, HeaderGoesOn, read_gguf_header
 from loraproxy.adapters.names import shorten
@@ -46,7 +46,7 @@ def plan_gguf(file: CheckedFile, base: BaseModel, unsupported: Unsupported) -> A
         notes=(f"ignored as llama.cpp ignores them: {listed(norms)}",) if norms else (),
         left_out=left.sentences,
         invocation_tokens=tokens,
-        base_name=name[:256] if isinstance(name, str) else "",
+        base_name=printable(name, 256) if isinstance(name, str) else "",
     )
 
 

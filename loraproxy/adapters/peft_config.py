@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraproxy.adapters.checks import Refused
+from loraproxy.adapters.checks import Refused, printable
 from loraproxy.adapters.names import shorten
 from loraproxy.adapters.peft_names import DORA, TOKENS
 from loraproxy.adapters.peft_patterns import LayerChoice, ModulePatterns
@@ -80,7 +80,7 @@ class PeftConfig:
             weight_tying=_flag(config, "ensure_weight_tying"),
             base_name=_text(config, "base_model_name_or_path"),
             peft_version=_text(config, "peft_version"),
-            saved_modules=tuple(str(name) for name in saved) if isinstance(saved, list) else (),
+            saved_modules=tuple(name for name in saved if isinstance(name, str)) if isinstance(saved, list) else (),
             unsupported=tuple(why for key, why in _LEAVABLE.items() if _is_set(config, key)),
             activated=_is_set(config, "alora_invocation_tokens") or bool(_text(config, "invocation_string")),
             invocation_tokens=_tokens(tokens) if _is_set(config, "alora_invocation_tokens") else (),
@@ -169,7 +169,7 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
 
 def _text(config: Mapping[str, Any], key: str) -> str:
     value = config.get(key)
-    return value[:256] if isinstance(value, str) else ""
+    return printable(value, 256) if isinstance(value, str) else ""
 
 
 def _tokens(value: Any) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraproxy.adapters.base_model import BaseModel
-from loraproxy.adapters.checks import MAX_FILE_BYTES, Refused
+from loraproxy.adapters.checks import MAX_FILE_BYTES, Refused, printable
 from loraproxy.adapters.files import CheckedFile, Hash, opened, read_file
 from loraproxy.adapters.gguf_file import plan_gguf
 from loraproxy.adapters.gguf_header import GgufError
@@ -128,9 +128,9 @@ def _source(name: str, path: Path, base: BaseModel, unsupported: Unsupported) ->
         with opener(path, base, unsupported) as source:
             yield source
     except (Refused, GgufError) as error:
-        raise InvalidAdapterFile(f"adapter {name!r} ({path}): {error}") from None
+        raise InvalidAdapterFile(printable(f"adapter {name!r} ({path}): {error}")) from None
     except OSError as error:
-        raise InvalidAdapterFile(f"adapter {name!r} ({path}): {error.strerror or error}") from None
+        raise InvalidAdapterFile(printable(f"adapter {name!r} ({path}): {error.strerror or error}")) from None
     except MemoryError:
         raise InvalidAdapterFile(f"adapter {name!r} ({path}): there is not enough memory to read it") from None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import heapq
+import os
 import re
 from collections.abc import Collection
 
@@ -14,6 +16,7 @@ BASE_WORD = "none"
 RESERVED = frozenset({BASE_WORD, "base"})
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _SHOWN = 24
+_COMPARED = 48
 
 
 def check_name(name: str) -> str:
@@ -37,11 +40,22 @@ def shorten(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def _likely(name: str, known: Collection[str]) -> Collection[str]:
+    """Those worth comparing letter by letter, which takes too long for a thousand: with the most of both ends alike."""
+    if len(known) <= _COMPARED:
+        return known
+    return heapq.nlargest(_COMPARED, known, key=lambda other: _alike(name, other) + _alike(name[::-1], other[::-1]))
+
+
+def _alike(one: str, other: str) -> int:
+    return len(os.path.commonprefix((one, other)))
+
+
 def known_names(name: str, known: Collection[str]) -> str:
     """The end of an "unknown name" message: the nearest known name, if one is near, and the known names."""
     if not known:
         return "no adapters are loaded"
-    near = difflib.get_close_matches(name[:128], known, n=1)
+    near = difflib.get_close_matches(name[:128], _likely(name[:128], known), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     shown = ", ".join(sorted(known)[:_SHOWN])
     more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""

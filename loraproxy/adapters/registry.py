@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
+from loraproxy.adapters.fingerprint import Fingerprint
 from loraproxy.adapters.names import check_name, known_names, shorten
 from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.adapters.tensors import AdapterSummary
@@ -66,6 +67,8 @@ class RegisteredAdapter:
     version: Version | None = None
     """None: its file cannot be applied; ``error`` says why."""
     error: str = ""
+    seen: Fingerprint = ()
+    """What its file was when it was checked."""
 
 
 @dataclass
@@ -90,6 +93,7 @@ class AdapterRegistry:
         source: Source,
         default_scale: float | None = None,
         description: str | None = None,
+        seen: Fingerprint = (),
     ) -> RegisteredAdapter:
         """Register an adapter, or replace what its name means for requests from now on.
 
@@ -113,6 +117,7 @@ class AdapterRegistry:
             source,
             version,
             content if isinstance(content, str) else "",
+            seen,
         )
         self._ids[name] = adapter_id
         self._by_id[adapter_id] = adapter

@@ -186,7 +186,7 @@ class Residency:
             self._residents[version.wire_id] = resident
             self.nbytes += resident.nbytes
             resident.loading = asyncio.create_task(self._load(resident, after))
-            resident.loading.add_done_callback(_look_at)
+            resident.loading.add_done_callback(self._load_ended)
         residents = [self._residents[version.wire_id] for version in versions]
         for resident in residents:
             resident.leases += 1
@@ -267,11 +267,13 @@ class Residency:
         except BaseException:
             del self._residents[version.wire_id]
             self.nbytes -= resident.nbytes
-            self._pump()
             raise
         self.nbytes += nbytes - resident.nbytes
         resident.nbytes = nbytes
-        self._pump()
+
+    def _load_ended(self, task: asyncio.Task[None]) -> None:
+        _look_at(task)
+        self._pump()  # it may leave for others now, or has left its room to them
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

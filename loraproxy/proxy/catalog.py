@@ -12,12 +12,13 @@ from weakref import WeakValueDictionary
 
 from loraproxy.adapters.background import background_threads
 from loraproxy.adapters.base_model import BaseModel
+from loraproxy.adapters.fingerprint import Fingerprint, fingerprint
 from loraproxy.adapters.names import check_name
 from loraproxy.adapters.read import Unsupported, read_adapter, survey_adapter
 from loraproxy.adapters.registry import AdapterRegistry, RegisteredAdapter, Source, Version
 from loraproxy.adapters.tensors import AdapterSummary
 from loraproxy.adapters.uploads import About, UploadFolder
-from loraproxy.errors import Conflict, InvalidAdapterFile, InvalidRequest, ServerError
+from loraproxy.errors import Conflict, InvalidAdapterFile, InvalidRequest, ServerError, Unavailable
 from loraproxy.pool.pool import WorkerPool
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,14 @@ class Wish:
 
 
 @dataclass(frozen=True)
+class Surveyed:
+    """What is at a path, or why it cannot be applied, and what its files were just before."""
+
+    content: AdapterSummary | str
+    seen: Fingerprint
+
+
+@dataclass(frozen=True)
 class Checks:
     """What an adapter's files are checked against."""
 
@@ -53,13 +62,17 @@ class Checks:
             raise InvalidRequest(f"{name!r} names the base model, too; give the adapter another name")
         return name
 
-    def survey(self, name: str, path: Path) -> AdapterSummary:
-        """What is at ``path``. Raises InvalidAdapterFile and InvalidRequest."""
+    def survey_or_reason(self, name: str, path: Path) -> Surveyed:
+        """What is at ``path``, without its weights. Raises InvalidRequest for the name."""
         self.name(name)
-        return survey_adapter(name, path, self.base, unsupported=self.unsupported)
+        seen = fingerprint(path)
+        try:
+            return Surveyed(survey_adapter(name, path, self.base, unsupported=self.unsupported), seen)
+        except InvalidAdapterFile as error:
+            return Surveyed(error.message, seen)
 
     def read(self, name: str, path: Path) -> AdapterSummary:
-        """The same, every weight checked."""
+        """What is at ``path``, every weight checked. Raises InvalidAdapterFile."""
         return read_adapter(name, path, self.base, unsupported=self.unsupported).summary
 
 
@@ -86,21 +99,38 @@ class Catalog:
         Raises InvalidAdapterFile and InvalidRequest, and changes nothing then.
         """
         async with self._lock(name):
-            summary = await self.in_background(lambda: self.checks.survey(name, path))
-            return self._put(name, path, summary, source, wish or Wish())
+            found = await self._survey(name, path)
+            if isinstance(found.content, str):
+                raise InvalidAdapterFile(found.content)
+            return self._put(name, path, found, source, wish or Wish())
 
     async def register_or_fail(self, name: str, path: Path, source: Source) -> RegisteredAdapter:
         """As :meth:`register`; what cannot be applied is registered as failed. Raises InvalidRequest for the name."""
         self.checks.name(name)
         async with self._lock(name):
-            return await self._survey_or_fail(name, path, source)
+            return self._put(name, path, await self._survey(name, path), source, Wish())
 
     async def refresh(self, version: Version) -> None:
-        """The file of ``version`` is not what it was: survey it again, unless the name means something else by now."""
+        """The file of ``version`` is not what it was: survey it again, unless the name means something else by now.
+
+        Raises Unavailable where it is being written: the watched folder takes it up when it is complete.
+        """
         async with self._lock(version.name):
             adapter = self.present(version.name)
-            if adapter is not None and adapter.version is not None and adapter.version.wire_id == version.wire_id:
-                await self._survey_or_fail(adapter.name, adapter.path, adapter.source)
+            if adapter is None or adapter.version is None or adapter.version.wire_id != version.wire_id:
+                return
+            found = await self._survey(adapter.name, adapter.path)
+            if isinstance(found.content, str) and adapter.source is Source.FOLDER:
+                raise Unavailable(f"the file of adapter {adapter.name!r} is changing; try again", retry_after=2)
+            self._put(adapter.name, adapter.path, found, adapter.source, Wish())
+
+    async def retry(self, adapter: RegisteredAdapter) -> None:
+        """Survey a failed adapter again if its file is not the one that failed."""
+        if adapter.version is None and fingerprint(adapter.path) != adapter.seen:
+            async with self._lock(adapter.name):
+                if self.present(adapter.name) == adapter:
+                    found = await self._survey(adapter.name, adapter.path)
+                    self._put(adapter.name, adapter.path, found, adapter.source, Wish())
 
     async def keep_upload(self, name: str, incoming: Path, file: Path, wish: Wish) -> RegisteredAdapter:
         """Check what was uploaded to ``file`` (or a PEFT folder) in ``incoming``, keep and register it.
@@ -109,14 +139,14 @@ class Catalog:
         """
         async with self._lock(name):
             try:
-                summary = await self.in_background(lambda: self.checks.read(name, file))
+                summary: AdapterSummary = await self.in_background(lambda: self.checks.read(name, file))
             except InvalidAdapterFile as error:
                 raise InvalidAdapterFile(error.message.replace(str(file), "the uploaded file")) from None
             try:
                 path = self.uploads.keep(incoming, wish.about(name, self.present(name)), summary.digest)
             except OSError as error:
                 raise ServerError(f"the upload cannot be kept: {error.strerror or error}") from error
-            return self._put(name, path, summary, Source.UPLOAD, wish)
+            return self._put(name, path, Surveyed(summary, fingerprint(path)), Source.UPLOAD, wish)
 
     async def remove(self, name: str) -> RegisteredAdapter:
         """Forget an adapter; requests in flight finish. Raises UnknownAdapter, and Conflict for one of the watched
@@ -149,23 +179,22 @@ class Catalog:
 
     # -- the same without locks ----------------------------------------------------------------------------
 
-    async def _survey_or_fail(self, name: str, path: Path, source: Source) -> RegisteredAdapter:
-        try:
-            content: AdapterSummary | str = await self.in_background(lambda: self.checks.survey(name, path))
-        except InvalidAdapterFile as error:
-            content = error.message
-        return self._put(name, path, content, source, Wish())
+    async def _survey(self, name: str, path: Path) -> Surveyed:
+        surveyed: Surveyed = await self.in_background(lambda: self.checks.survey_or_reason(name, path))
+        return surveyed
 
-    def _put(
-        self, name: str, path: Path, content: AdapterSummary | str, source: Source, wish: Wish
-    ) -> RegisteredAdapter:
+    def _put(self, name: str, path: Path, found: Surveyed, source: Source, wish: Wish) -> RegisteredAdapter:
         before = self.present(name)
         adapter = self.registry.put(
-            name, path, content, source=source, default_scale=wish.scale, description=wish.description
+            name,
+            path,
+            found.content,
+            source=source,
+            default_scale=wish.scale,
+            description=wish.description,
+            seen=found.seen,
         )
-        if adapter.version is None:
-            log.warning("adapter %s cannot be used: %s", name, adapter.error)
-        elif before is None or adapter.version != before.version:
+        if before is None or (adapter.version, adapter.error) != (before.version, before.error):
             log_registration(adapter)
         if before is not None:
             self._retire(before, adapter)
@@ -207,8 +236,10 @@ class Catalog:
 
 
 def log_registration(adapter: RegisteredAdapter) -> None:
-    """One line for the adapter, one for each of what was noticed or left out."""
+    """One line for the adapter, one for each of what was noticed or left out; or why it failed."""
+    if adapter.version is None:
+        log.warning("adapter %s cannot be used: %s", adapter.name, adapter.error)
+        return
     log.info("adapter %d %s: %s", adapter.id, adapter.name, adapter.path)
-    assert adapter.version is not None
     for note in (*adapter.version.summary.notes, *adapter.version.summary.left_out):
         log.info("adapter %s: %s", adapter.name, note)

@@ -44,6 +44,8 @@ class Proxy:
         A version whose file is not what it was by the time it is loaded is replaced by what is there now, once.
         Raises what :meth:`WorkerPool.lease` raises.
         """
+        for adapter_id, _ in adapters.entries:
+            await self.catalog.retry(self.registry.by_id(adapter_id))
         bound = self.registry.bind(adapters)
         async with AsyncExitStack() as stack:
             try:

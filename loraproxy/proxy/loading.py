@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from loraproxy.adapters.folder import Found, Listing, list_folder
-from loraproxy.adapters.registry import AdapterRegistry, RegisteredAdapter, Source
-from loraproxy.adapters.tensors import AdapterSummary
+from loraproxy.adapters.registry import AdapterRegistry, Source
 from loraproxy.adapters.uploads import UploadFolder
 from loraproxy.config import Config
-from loraproxy.errors import ApiError, InvalidAdapterFile, StartFailed
+from loraproxy.errors import InvalidRequest, StartFailed
 from loraproxy.proxy.catalog import Checks, log_registration
 
 log = logging.getLogger(__name__)
@@ -26,20 +24,24 @@ _PROGRESS_SECONDS = 5.0
 
 def register_configured(config: Config, registry: AdapterRegistry, checks: Checks) -> None:
     """The adapters of the configuration, in the order of their ids. Raises StartFailed."""
-    try:
-        for name, adapter in config.adapters.items():
-            path = adapter.path.absolute()
+    for name, adapter in config.adapters.items():
+        path = adapter.path.absolute()
+        try:
+            found = checks.survey_or_reason(name, path)
+            if isinstance(found.content, str):
+                raise StartFailed(found.content)
             registered = registry.put(
                 name,
                 path,
-                checks.survey(name, path),
+                found.content,
                 source=Source.CONFIGURED,
                 default_scale=adapter.scale,
                 description=adapter.description,
+                seen=found.seen,
             )
-            log_registration(registered)
-    except ApiError as error:
-        raise StartFailed(error.message) from error
+        except InvalidRequest as error:
+            raise StartFailed(error.message) from error
+        log_registration(registered)
 
 
 def register_folder(config: Config, registry: AdapterRegistry, checks: Checks) -> Listing:
@@ -53,8 +55,8 @@ def register_folder(config: Config, registry: AdapterRegistry, checks: Checks) -
         raise StartFailed(f"adapters folder {folder}: {error.strerror or error}") from error
     new = [(name, found) for name, found in listing.adapters.items() if name not in registry]
     for name, found in _with_progress(new, f"adapters folder {folder}"):
-        content = _survey(checks, name, found.path)
-        _report(registry.put(name, found.path, content, source=Source.FOLDER))
+        read = checks.survey_or_reason(name, found.path)
+        log_registration(registry.put(name, found.path, read.content, source=Source.FOLDER, seen=read.seen))
     return listing
 
 
@@ -63,31 +65,19 @@ def register_uploads(uploads: UploadFolder, registry: AdapterRegistry, checks: C
     for stored in uploads.stored():
         about = stored.about
         try:
-            _report(
-                registry.put(
-                    about.name,
-                    stored.path,
-                    _survey(checks, about.name, stored.path),
-                    source=Source.UPLOAD,
-                    default_scale=about.scale,
-                    description=about.description,
-                )
+            read = checks.survey_or_reason(about.name, stored.path)
+            adapter = registry.put(
+                about.name,
+                stored.path,
+                read.content,
+                source=Source.UPLOAD,
+                default_scale=about.scale,
+                description=about.description,
+                seen=read.seen,
             )
-        except ApiError as error:  # its name
+        except InvalidRequest as error:  # its name, which may be the base model's by now
             log.warning("uploaded adapter %s: left alone: %s", stored.path, error.message)
-
-
-def _survey(checks: Checks, name: str, path: Path) -> AdapterSummary | str:
-    try:
-        return checks.survey(name, path)
-    except InvalidAdapterFile as error:
-        return error.message
-
-
-def _report(adapter: RegisteredAdapter) -> None:
-    if adapter.version is None:
-        log.warning("adapter %s cannot be used: %s", adapter.name, adapter.error)
-    else:
+            continue
         log_registration(adapter)
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from loraproxy.adapters.fingerprint import fingerprint
 from loraproxy.adapters.names import check_name
+from loraproxy.adapters.peft_folder import WEIGHTS_FILE
 from loraproxy.adapters.registry import AdapterRegistry, Source
 from loraproxy.adapters.roots import AllowedRoots
 from loraproxy.adapters.tensors import AdapterSummary
@@ -28,7 +30,7 @@ from loraproxy.metrics import Metrics
 from loraproxy.pool.pool import AdapterLimits, Backoff, WorkerPool
 from loraproxy.proxy.adapters_api import AdminState
 from loraproxy.proxy.app import make_app
-from loraproxy.proxy.catalog import Catalog
+from loraproxy.proxy.catalog import Catalog, Surveyed
 from loraproxy.proxy.connections import server_log
 from loraproxy.proxy.context import Proxy
 
@@ -59,7 +61,7 @@ def _refusal(path: Path, digest: str) -> ApiError | None:
 
 
 class PathChecks:
-    """In the place of :class:`loraproxy.proxy.catalog.Checks`: a file's content is its digest, its size its memory.
+    """In the place of :class:`loraproxy.proxy.catalog.Checks`: a file's content is its digest.
 
     A file that starts with ``bad`` cannot be applied.
     """
@@ -69,13 +71,19 @@ class PathChecks:
     def name(self, name: str) -> str:
         return check_name(name)
 
-    def survey(self, name: str, path: Path) -> AdapterSummary:
-        content = path.read_text() if path.exists() else "bad: no such file"
+    def survey_or_reason(self, name: str, path: Path) -> Surveyed:
+        seen = fingerprint(path)
+        file = path / WEIGHTS_FILE if path.is_dir() else path
+        content = file.read_text() if file.exists() else "bad: no such file"
         if content.startswith("bad"):
-            raise InvalidAdapterFile(f"adapter {name!r} ({path}): {content}")
-        return summary(name, path, content, path.stat().st_size)
+            return Surveyed(f"adapter {name!r} ({path}): {content}", seen)
+        return Surveyed(summary(name, path, content), seen)
 
-    read = survey
+    def read(self, name: str, path: Path) -> AdapterSummary:
+        found = self.survey_or_reason(name, path)
+        if isinstance(found.content, str):
+            raise InvalidAdapterFile(found.content)
+        return found.content
 
 
 async def soon(awaitable: Any) -> Any:
@@ -218,6 +226,9 @@ class Bench:
         limits = AdapterLimits(memory)
         self.pool = WorkerPool(
             self._make, metrics, slots=slots, max_queue=http.max_queue, adapters=limits, backoff=backoff
+        )
+        metrics.watch_adapters(
+            lambda: len(self.registry), lambda: self.pool.residency.nbytes, lambda: self.pool.residency.waiting
         )
         checks: Any = PathChecks()
         self.catalog = Catalog(self.registry, self.pool, checks, UploadFolder(folder / "uploads"))

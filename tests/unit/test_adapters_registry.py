@@ -106,6 +106,16 @@ def test_a_failed_adapter_is_known_and_says_why_when_it_is_asked_for(registry):
     assert wire(registry, pirate=1)
 
 
+def test_among_a_thousand_names_an_unknown_one_is_told_the_nearest_and_a_few(registry):
+    for number in range(1000):
+        put(registry, f"npc-{number}")
+    with pytest.raises(UnknownAdapter) as caught:
+        registry.by_name("npc-50O")
+    assert "did you mean 'npc-50'" in caught.value.message or "did you mean 'npc-500'" in caught.value.message
+    assert caught.value.message.endswith(" and 978 more")
+    assert len(caught.value.message) < 600
+
+
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 1e39])
 def test_a_default_scale_must_be_finite(registry, scale):
     with pytest.raises(InvalidRequest, match="the scale of 'wizard' must be a finite number"):

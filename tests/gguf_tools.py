@@ -200,6 +200,7 @@ def make_gguf_adapter(
     adapter_type: str = "lora",
     dtype: GGMLQuantizationType = GGMLQuantizationType.F32,
     invocation_tokens: Sequence[int] = (),
+    description: str = "",
 ) -> Path:
     """Write a GGUF adapter with exactly these tensors (``NAME.lora_a``, ``NAME.lora_b``, as the file has them)."""
     writer = GGUFWriter(path, architecture)
@@ -207,6 +208,8 @@ def make_gguf_adapter(
     writer.add_string("adapter.type", adapter_type)
     if alpha is not None:
         writer.add_float32("adapter.lora.alpha", alpha)
+    if description:
+        writer.add_description(description)
     if invocation_tokens:
         writer.add_key_value(
             "adapter.alora.invocation_tokens", list(invocation_tokens), GGUFValueType.ARRAY, GGUFValueType.UINT32

@@ -25,6 +25,7 @@ _ALPHA = "adapter.lora.alpha"
 _ALORA = "adapter.alora.invocation_tokens"
 _BASE_NAME = "general.base_model.0.name"
 _FIRST_LOOK = 128 * 1024
+_MAX_HEADER = 8 << 20
 _MAX_TRAILING = 1 << 20
 
 _Pairs = dict[str, tuple[StoredTensor, StoredTensor]]
@@ -58,6 +59,8 @@ def _header(file: CheckedFile) -> GgufHeader:
             header = read_gguf_header(file.head(n_bytes), file.size)
             break
         except HeaderGoesOn:
+            if n_bytes >= _MAX_HEADER:
+                raise Refused(f"its header is longer than {_MAX_HEADER} bytes, which no adapter needs") from None
             n_bytes *= 4
     end = max((tensor.offset + tensor.n_bytes for tensor in header.tensors.values()), default=file.size)
     if file.size - end > _MAX_TRAILING:

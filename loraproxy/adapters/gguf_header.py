@@ -25,6 +25,8 @@ from loraproxy.adapters.stored import StoredTensor
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_NAME = 64 * 1024
+_MAX_ENTRIES = 1 << 16
+_MAX_TENSORS = 1 << 18
 _MAX_DIMS = 4
 _MAX_DIM = 1 << 40
 _KEPT_ARRAY = 16 * 1024
@@ -191,6 +193,11 @@ def _preamble(cursor: _Cursor) -> tuple[int, int]:
         raise GgufError(
             f"the header announces {n_kv} metadata entries and {n_tensors} tensors, more than {left} bytes can hold: "
             "the file is truncated or damaged"
+        )
+    if n_kv > _MAX_ENTRIES or n_tensors > _MAX_TENSORS:
+        raise GgufError(
+            f"the header announces {n_kv} metadata entries and {n_tensors} tensors; at most {_MAX_ENTRIES} and "
+            f"{_MAX_TENSORS} are supported"
         )
     return n_tensors, n_kv
 

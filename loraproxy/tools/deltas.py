@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from mmap import mmap
 
 import numpy as np
@@ -18,21 +19,27 @@ from loraproxy.adapters.tensors import Adapter, LoraTensor, Op
 from loraproxy.errors import CommandFailed
 from loraproxy.tools.ggml import decode_rows, encode_rows, row_bytes
 from loraproxy.tools.gguf_copy import Bytes, NewTensor
+from loraproxy.tools.grids import GRIDS
+from loraproxy.tools.rounding import Feedback, add_on_grid
 
-_CHUNK_VALUES = 1 << 20
+_CHUNK_VALUES = 2 << 20
 
 
 @dataclass
 class Rounding:
-    """How far the written weights lie from the exact sums, beside how far the adapters moved them (sums of squares)."""
+    """How much of what the adapters add is still there in the weights as written.
 
-    error: float = 0.0
+    moved: the sum of (written - base) * delta; delta: that of delta². Their ratio is what is left of the adapters
+    on the inputs that they react to.
+    """
+
+    moved: float = 0.0
     delta: float = 0.0
 
     @property
-    def ratio(self) -> float:
-        """The rounding's error as a part of what the adapters add: 0.1 is little, 1 as much as the adapters."""
-        return float(np.sqrt(self.error / self.delta)) if self.delta else 0.0
+    def kept(self) -> float:
+        """1 where everything arrived, near 0 where rounding gave the base's weights back."""
+        return self.moved / self.delta if self.delta else 1.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,10 @@ class Delta:
         for term in terms[1:]:
             total += term
         return total
+
+    def feedback(self) -> Feedback:
+        """How to round sums with it; every row of it is a combination of these directions."""
+        return Feedback(np.vstack([pair.b.T if pair.op is Op.GET_ROWS else pair.a for _, pair in self.pairs]))
 
 
 def _rows(pair: LoraTensor, first: int, last: int) -> NDArray[np.float32]:
@@ -76,7 +87,9 @@ def merged(
     rounding: Rounding,
     name: str | None = None,
 ) -> NewTensor:
-    """``tensor`` of the file ``source`` plus ``delta``, as ``kind``. Adds what is lost by rounding to ``rounding``.
+    """``tensor`` of the file ``source`` plus ``delta``, as ``kind``. Adds what became of it to ``rounding``.
+
+    Where ``kind`` is the tensor's own and its blocks are coarse, the blocks keep their scales.
 
     Its data raises CommandFailed where a sum is not a number that ``kind`` can hold.
     """
@@ -84,30 +97,32 @@ def merged(
     name = name or tensor.name
     step = max(1, _CHUNK_VALUES // n_columns)
     stored = row_bytes(tensor.type, n_columns)
+    grid = GRIDS.get(kind) if kind is tensor.type else None
+    feedback = lru_cache(delta.feedback)
 
     def chunk(first: int) -> tuple[Bytes, float, float]:
         last = min(first + step, n_rows)
         raw = np.frombuffer(source[tensor.offset + first * stored : tensor.offset + last * stored], np.uint8)
         with np.errstate(all="ignore"):  # what is no number is refused next
             added = delta.rows(first, last)
-            values = decode_rows(raw, tensor.type, n_columns) + added
-        _check_finite(values, name, kind)
-        written = encode_rows(values, kind)
-        error = decode_rows(written, kind, n_columns) - values
-        return written.data, _square(error), _square(added)
+            old = decode_rows(raw, tensor.type, n_columns)
+            sums = old + added
+        _check_finite(sums, name, kind)
+        written = encode_rows(sums, kind) if grid is None else add_on_grid(grid, raw, added, feedback())
+        moved = decode_rows(written, kind, n_columns) - old
+        return written.data, _dot(moved, added), _dot(added, added)
 
     def data() -> Iterator[Bytes]:
-        for written, error, added in _in_order(chunk, range(0, n_rows, step)):
-            rounding.error += error
+        for written, moved, added in _in_order(chunk, range(0, n_rows, step)):
+            rounding.moved += moved
             rounding.delta += added
             yield written
 
     return NewTensor(name, tensor.shape, kind, data)
 
 
-def _square(values: NDArray[np.float32]) -> float:
-    flat = values.ravel()
-    return float(flat @ flat)
+def _dot(left: NDArray[np.float32], right: NDArray[np.float32]) -> float:
+    return float(left.ravel() @ right.ravel())
 
 
 def _check_finite(values: NDArray[np.float32], name: str, kind: GGMLQuantizationType) -> None:

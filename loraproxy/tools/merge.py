@@ -25,12 +25,12 @@ from loraproxy.tools.progress import Progress
 from loraproxy.tools.quantise import FILE_TYPES, bits_per_weight, quantise
 
 DESCRIPTION = "Add adapters to a base model's weights and write the result as a GGUF model of its own."
-_NOTICEABLE = 0.5
+_WELL_KEPT = 0.85
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written: tensors changed and in all, bytes, and what rounding took."""
+    """What was written: tensors changed and in all, bytes, and what rounding left of the adapters."""
 
     n_changed: int
     n_tensors: int
@@ -76,11 +76,10 @@ def run(options: argparse.Namespace) -> int:
         f"wrote {options.output}: {files.megabytes(result.n_bytes)}, {result.n_changed} of {result.n_tensors} tensors "
         f"merged, {f'type {options.type}' if kind is not None else 'every tensor in the type it has in the base model'}"
     )
-    if result.rounding.ratio > _NOTICEABLE:
+    if result.rounding.kept < _WELL_KEPT:
         print(
-            f"note: rounding to the base model's types changes the merged weights {result.rounding.ratio:.1f} times as "
-            "much as the adapters do, so answers may differ from those of the adapters at run time; "
-            "--type Q8_0 or F16 keeps closer to them"
+            f"note: rounding to the base model's types leaves {result.rounding.kept:.0%} of what the adapters add; "
+            "--type Q8_0 or F16 keeps all of it"
         )
     return 0
 

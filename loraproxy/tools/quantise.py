@@ -48,9 +48,9 @@ def quantise(source: Path, target: Path, kind: LlamaFileType) -> None:
                         now = 1000 * int(step[1]) // max(int(step[2]), 1)
                         progress.advance(now - done, step[3])
                         done = now
-        finally:
-            if process.poll() is None and sys.exc_info()[0] is not None:
-                process.kill()
+        except BaseException:  # Ctrl-C: end it before its file is removed
+            process.kill()
+            raise
     if process.returncode:
         raise CommandFailed(f"llama.cpp cannot write {kind.name.removeprefix('MOSTLY_')}: {_reason(said)}")
 

@@ -135,7 +135,7 @@ def _known(pairs: _Pairs, base: BaseModel, left: LeftOut) -> _Pairs:
         raise Refused(f"{lacks}: {listed(unknown)}; use an adapter that was trained for this base model")
     if unknown:
         left.add(lacks, unknown, way_out="use an adapter that was trained for this base model")
-    return {target: halves for target, halves in pairs.items() if target not in unknown}
+    return {target: halves for target, halves in pairs.items() if base.shape_of(target) is not None}
 
 
 def _parts(pairs: _Pairs, alpha: float, base: BaseModel) -> Iterator[tuple[str, Part]]:

@@ -169,7 +169,8 @@ class _Decoder:
             factor = np.float32(1 if part.scale == scale else part.scale)
             values = self._values(pair.target, part.b)
             for rows in part.rows:
-                b[rows.at : rows.at + rows.n_rows, column : column + part.rank] = _taken(values, rows) * factor
+                with np.errstate(over="ignore"):  # what overflows is refused below
+                    b[rows.at : rows.at + rows.n_rows, column : column + part.rank] = _taken(values, rows) * factor
             column += part.rank
         if not all_finite(b):
             raise Refused(f"tensor {pair.target}: its weights times alpha over rank are too large for float32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import heapq
-import os
+import itertools
 import re
 from collections.abc import Collection
 
@@ -48,7 +48,7 @@ def _likely(name: str, known: Collection[str]) -> Collection[str]:
 
 
 def _alike(one: str, other: str) -> int:
-    return len(os.path.commonprefix((one, other)))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def known_names(name: str, known: Collection[str]) -> str:

@@ -37,7 +37,7 @@ class Watched:
 
     async def until(self, condition) -> None:
         async def poll():
-            while not condition():
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(QUICK)
 
         await soon(poll())

@@ -11,6 +11,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from loraproxy.adapters.checks import Refused
 
 _CHUNK = 256 * 1024
@@ -55,7 +57,7 @@ class CheckedFile:
 
     def load(self, digest: Hash) -> memoryview:
         """The whole content, read-only, each byte given to ``digest``. Raises Refused if the file changes meanwhile."""
-        content = memoryview(bytearray(self.size))
+        content = np.empty(self.size, np.uint8).data  # not filled with zeros first, as a bytearray would be
         known = len(self._head)
         content[:known] = self._head
         digest.update(content[:known])

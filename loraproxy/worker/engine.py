@@ -16,9 +16,8 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from loraproxy import _native
 from loraproxy.config import WorkerSettings
 from loraproxy.errors import ApiError, ContextExceeded, InvalidRequest, ServerError
 from loraproxy.worker.loader import AdapterLoader
@@ -28,6 +27,9 @@ from loraproxy.worker.sampling import Sampler
 from loraproxy.worker.sequence import Sequence
 from loraproxy.worker.steps import Stepper
 from loraproxy.worker.types import Done, EngineCounters, Event, Generation, SlotView
+
+if TYPE_CHECKING:  # at run time llama_cpp must come first: delta.py sees to it
+    from loraproxy import _native
 
 log = logging.getLogger("loraproxy.engine")
 

@@ -6,14 +6,17 @@ import asyncio
 import threading
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from loraproxy import _native
 from loraproxy.adapters.background import background_threads
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.read import Unsupported, read_adapter
 from loraproxy.config import WorkerAdapter
 from loraproxy.errors import AdapterChanged
 from loraproxy.worker.delta import DeltaPath
+
+if TYPE_CHECKING:  # at run time llama_cpp must come first: delta.py sees to it
+    from loraproxy import _native
 
 CONCURRENT_LOADS = 4
 """More than one, so that a small adapter does not wait for a large one."""

@@ -35,20 +35,22 @@ class Architecture:
     interleaved: bool
 
 
+_INTERLEAVED = {
+    "llama": True,  # Mistral as well
+    "mistral3": True,
+    "smollm3": True,
+    "granite": True,
+    "qwen2": False,
+    "qwen3": False,
+    "gemma": False,
+    "gemma2": False,
+    "gemma3": False,
+    "phi3": False,
+}
+_BY_NAME = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+# an older gguf package does not know them all
 ARCHITECTURES = {
-    MODEL_ARCH_NAMES[entry.arch]: entry
-    for entry in (
-        Architecture(MODEL_ARCH.LLAMA, True),  # Mistral as well
-        Architecture(MODEL_ARCH.MISTRAL3, True),
-        Architecture(MODEL_ARCH.SMOLLM3, True),
-        Architecture(MODEL_ARCH.GRANITE, True),
-        Architecture(MODEL_ARCH.QWEN2, False),
-        Architecture(MODEL_ARCH.QWEN3, False),
-        Architecture(MODEL_ARCH.GEMMA, False),
-        Architecture(MODEL_ARCH.GEMMA2, False),
-        Architecture(MODEL_ARCH.GEMMA3, False),
-        Architecture(MODEL_ARCH.PHI3, False),
-    )
+    name: Architecture(_BY_NAME[name], interleaved) for name, interleaved in _INTERLEAVED.items() if name in _BY_NAME
 }
 
 _QKV = ("q_proj", "k_proj", "v_proj")

@@ -28,11 +28,13 @@ from gguf_tools import (
     make_tiny_llama,
     peft_config,
     random_peft_tensors,
+    safetensors_bytes,
     tiny_llama_shapes,
 )
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.read import Unsupported, read_adapter, survey_adapter
 from loraproxy.errors import InvalidAdapterFile, InvalidRequest
+from tiny_models import BY_NAME, Kind, gguf_weights, module_shapes, random_weights, write_model
 
 BLIND, STRUCTURED = 2600, 2700
 """Files of each kind; there are four kinds of each."""
@@ -331,6 +333,30 @@ def test_wrong_peft_configurations_are_refused_or_read(tmp_path, base):
         return size + rewrite(path, json.dumps(config).encode())
 
     assert set(fuzz("configurations", 2 * STRUCTURED, folder, base, write)) == {"read", "refused"}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+def test_modules_in_any_combination_are_refused_or_read(tmp_path, architecture):
+    kind = BY_NAME[architecture]
+    base = BaseModel.from_gguf(write_model(tmp_path / "x.gguf", kind, gguf_weights(kind, random_weights(kind))))
+    shapes = {**module_shapes(kind), **module_shapes(Kind(architecture, fused=not kind.fused))}
+    folder = make_peft_folder(tmp_path / "x", {})
+    weights = folder / "adapter_model.safetensors"
+
+    def write(draw: random.Random) -> int:
+        chosen = {}
+        for module in draw.sample(list(shapes), draw.randint(1, 5)):
+            n_out, n_in = shapes[module]
+            if draw.random() < 0.05:
+                n_out = draw.choice([n_in, n_out * 2, n_out // 2, 1, 0])
+            if draw.random() < 0.2:
+                module = draw.choice([module.removeprefix("model."), f"model.language_model.{module[6:]}", module[:-1]])
+            chosen[module] = (n_out, n_in)
+        tensors = random_peft_tensors(chosen, ranks={module: draw.choice([1, 2, 3, 3, 3, 5, 0]) for module in chosen})
+        rewrite(folder / "adapter_config.json", json.dumps(peft_config(alpha_pattern={"v_proj": 3})).encode())
+        return rewrite(weights, safetensors_bytes(tensors, draw.choice(["F32", "F16", "BF16"])))
+
+    assert set(fuzz(f"modules {architecture}", 500, folder, base, write)) == {"read", "refused"}
 
 
 def test_there_are_at_least_20_000_files():

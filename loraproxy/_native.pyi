@@ -40,7 +40,10 @@ class Delta:
     targets: list[Target]
     kernel_name: str
     cuts: int
-    def __init__(self, n_threads: int, kernels: str = "") -> None: ...
+    own_products: int
+    """Weights whose products are computed here instead of by llama.cpp."""
+
+    def __init__(self, n_threads: int, kernels: str = "", own_products: bool = True) -> None: ...
     @staticmethod
     def has_kernels(name: str, /) -> bool: ...
     def watch_begin(self) -> None: ...
@@ -81,6 +84,12 @@ def decode_chunk(
     set: list[tuple[int, float]],
 ) -> tuple[int, str]:
     """Tokens of one sequence from position ``first``: llama_decode's code and the delta path's complaint or ""."""
+
+def base_product(type: int, weights: bytes, n_out: int, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The product of a quantised weight, as it lies in a GGUF file, with rows of x: (n_rows, n_out).
+
+    Raises ValueError where this processor has no kernel for the type and the length.
+    """
 
 def logits(ctx: int, row: int, /) -> NDArray[np.float32]:
     """A copy of one row's logits, shape (n_vocab,)."""

@@ -63,6 +63,7 @@ _SWITCHES: tuple[tuple[tuple[str, ...], str, bool, str], ...] = (
     (("--no-cors-credentials",), "http.cors.credentials", False, "do not allow credentials"),
     (("--mmap",), "engine.mmap", True, argparse.SUPPRESS),
     (("--no-mmap",), "engine.mmap", False, "read the model file instead of mapping it"),
+    (("--no-fast-products",), "engine.fast_products", False, "multiply quantised weights by llama.cpp's own kernels"),
     (("--repack",), "engine.repack", True, "let llama.cpp repack weights (faster on some machines, crashes on others)"),
     (("--no-repack", "-nr"), "engine.repack", False, argparse.SUPPRESS),
 )

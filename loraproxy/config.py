@@ -68,6 +68,8 @@ class WorkerSettings(Strict):
     use_mmap: bool = True
     use_extra_bufts: bool = False
     """Let llama.cpp repack weights into its own layouts: no page sharing, and AMX crashes on some machines."""
+    fast_products: bool = True
+    """Compute the products of quantised weights in host memory for all rows of a step at once."""
 
 
 class ConfigError(ValueError):
@@ -186,6 +188,11 @@ class EngineConfig(Strict):
     gpu_layers: Layers = Field(default=0, ge=-1, description="Layers on the GPU; -1, `all`: all of them.")
     cache_ram: Size = Field(default=512 * 1024**2, ge=0, description="Memory for the prompt cache; 0 disables it.")
     mmap: bool = Field(default=True, description="Map the model file, so that processes share its pages.")
+    fast_products: bool = Field(
+        default=True,
+        description="Multiply quantised weights with all rows of a step at once, by kernels of ours, where there is one"
+        " for their type and this processor; false: llama.cpp's own products.",
+    )
     repack: bool = Field(
         default=False,
         description="Let llama.cpp copy weights into its own layouts: no shared pages; crashes on some machines.",

@@ -12,6 +12,11 @@ namespace loraproxy {
 
 namespace {
 
+bool is_host(const ggml_tensor * tensor) {
+    const ggml_tensor * base = tensor->view_src ? tensor->view_src : tensor;
+    return base->buffer == nullptr || ggml_backend_buffer_is_host(base->buffer);
+}
+
 bool is_projection(const ggml_tensor * node) {
     // model weights are leaves with a name; products of two activations (attention scores) are not
     const ggml_tensor * w = node->src[0];
@@ -65,8 +70,9 @@ AdapterWeights::AdapterWeights(size_t n_targets, std::vector<Part> parts) : pair
 
 AdapterWeights::~AdapterWeights() { std::free(memory_); }
 
-Delta::Delta(int n_threads, const char * force_kernels)
-    : host_(make_host_kernel(n_threads, force_kernels)), n_threads_(n_threads) {
+Delta::Delta(int n_threads, const char * force_kernels, bool own_products)
+    : host_(make_host_kernel(n_threads, force_kernels)), n_threads_(n_threads), force_kernels_(force_kernels),
+      own_products_(own_products) {
     const Kernels * kernels = choose_kernels(force_kernels);
     kernel_name_            = kernels ? kernels->name : "none";
 }
@@ -99,7 +105,21 @@ void Delta::watch_end() {
         if (target.refusal.empty() && target.visits != 1) {
             target.refusal = "the graph computes it " + std::to_string(target.visits) + " times in one pass";
         }
+        if (!target.refusal.empty()) {
+            target.base = nullptr;
+        }
     }
+}
+
+void Delta::use_device_kernel() {
+    host_tensors_too_ = true;
+    for (Target & target : targets_) {
+        target.base = nullptr; // it only adds to what llama.cpp computed
+    }
+}
+
+int Delta::own_products() const {
+    return static_cast<int>(std::count_if(targets_.begin(), targets_.end(), [](const Target & t) { return t.base; }));
 }
 
 namespace {
@@ -155,6 +175,9 @@ void Delta::watch(ggml_tensor * node) {
     // computed one after the other from the same x: one cut serves both
     if (op == Op::mul_mat && before_index >= 0 && before->op == GGML_OP_MUL_MAT && before->src[1] == x) {
         targets_[before_index].next = index;
+    }
+    if (own_products_ && op == Op::mul_mat && is_host(src0) && ggml_is_contiguous(src0)) {
+        target.base = choose_base_product(src0->type, src0->ne[0], force_kernels_.c_str());
     }
     if (node->type != GGML_TYPE_F32 || (op == Op::mul_mat && x->type != GGML_TYPE_F32)) {
         target.refusal = "its input or result is not F32";
@@ -257,9 +280,10 @@ void Delta::begin_chunk(const Set & set, int n_rows) {
 }
 
 std::string Delta::end() {
+    hand_back();
     if (running_ && error_.empty()) {
         for (size_t t = 0; t < active_.size(); ++t) {
-            if (active_[t] && seen_[t] != 1) {
+            if ((active_[t] || targets_[t].base != nullptr) && seen_[t] != 1) {
                 fail(targets_[t].name + " was computed " + std::to_string(seen_[t]) +
                      " times in one step instead of once");
                 break;
@@ -290,11 +314,15 @@ bool Delta::ask(ggml_tensor * node) {
         fail(targets_[pending_index_].name + " is not followed by the product that followed it at the start");
         pending_ = nullptr;
     }
-    if (index < 0 || !active_[index]) {
+    if (index < 0) {
         return false;
     }
-    const int next = targets_[index].next;
-    if (pending_ == nullptr && next >= 0 && active_[next]) {
+    const Target & target = targets_[index];
+    take_over(node, target);
+    if (!active_[index] && target.base == nullptr) {
+        return false;
+    }
+    if (pending_ == nullptr && target.next >= 0 && (active_[target.next] || targets_[target.next].base != nullptr)) {
         pending_       = node;
         pending_index_ = index;
         return false;
@@ -303,9 +331,24 @@ bool Delta::ask(ggml_tensor * node) {
     return true;
 }
 
+// Until it is handed back the node is nothing to llama.cpp, which leaves its memory alone.
+void Delta::take_over(ggml_tensor * node, const Target & target) {
+    if (target.base != nullptr) {
+        node->op = GGML_OP_NONE;
+        taken_.push_back(node);
+    }
+}
+
+void Delta::hand_back() {
+    for (ggml_tensor * node : taken_) {
+        node->op = GGML_OP_MUL_MAT; // llama.cpp keeps the graph for the next decode
+    }
+    taken_.clear();
+}
+
 DeltaKernel * Delta::kernel_for(const ggml_tensor * node) {
     const ggml_tensor * base = node->view_src ? node->view_src : node;
-    if (base->buffer == nullptr || (ggml_backend_buffer_is_host(base->buffer) && !host_tensors_too_)) {
+    if (base->buffer == nullptr || (is_host(base) && !host_tensors_too_)) {
         return host_.get();
     }
     if (!device_) {
@@ -315,44 +358,64 @@ DeltaKernel * Delta::kernel_for(const ggml_tensor * node) {
 }
 
 void Delta::computed(ggml_tensor * node) {
+    hand_back();
+    works_.clear();
     if (pending_ != nullptr) {
-        correct(pending_, pending_index_);
+        works_.emplace_back();
+        if (!plan(pending_, pending_index_, works_.back())) {
+            works_.pop_back();
+        }
         pending_ = nullptr;
     }
     const int index = lookup(node);
     if (index >= 0) {
-        correct(node, index);
+        works_.emplace_back();
+        if (!plan(node, index, works_.back())) {
+            works_.pop_back();
+        }
+    }
+    if (works_.size() == 2 && works_[0].node->src[1] != works_[1].node->src[1]) {
+        fail(works_[1].target->name + " does not multiply what it multiplied at the start");
+    }
+    if (works_.empty() || !error_.empty()) {
+        return;
+    }
+    const std::string problem = kernel_for(node)->apply(works_);
+    if (!problem.empty()) {
+        fail(works_.back().target->name + ": " + problem);
     }
 }
 
-void Delta::correct(ggml_tensor * node, int index) {
+// What is to be done with one computed node; false: nothing, or it is a surprise.
+bool Delta::plan(ggml_tensor * node, int index, Work & work) {
     if (seen_[index] < 255) {
         ++seen_[index];
     }
     const Target & target = targets_[index];
     const int64_t  rows   = node->ne[1];
     if (node->ne[0] != target.n_out || node->ne[2] * node->ne[3] != 1) {
-        return fail(target.name + " has an unexpected shape");
+        fail(target.name + " has an unexpected shape");
+        return false;
     }
     // a chunk's last layer holds only the rows whose logits were asked for; all of them have the same set
     if (one_set_ ? rows > n_rows_ : rows != n_rows_) {
-        return fail(target.name + " has " + std::to_string(rows) + " rows where the step has " +
-                    std::to_string(n_rows_));
+        fail(target.name + " has " + std::to_string(rows) + " rows where the step has " + std::to_string(n_rows_));
+        return false;
     }
-    if (rows == 0 || seen_[index] > 1 || !error_.empty()) {
-        return;
+    if (rows == 0 || seen_[index] > 1) {
+        return false;
     }
-    groups_.clear();
+    work.node   = node;
+    work.target = &target;
+    work.index  = index;
+    work.base   = target.base;
     for (const Running & adapter : adapters_running_) {
         if (const Pair * pair = adapter.weights->pair(index)) {
             const int n = one_set_ ? static_cast<int>(rows) : static_cast<int>(adapter.rows.size());
-            groups_.push_back({pair, adapter.weights, adapter.rows.data(), adapter.scales.data(), n, one_set_});
+            work.groups.push_back({pair, adapter.weights, adapter.rows.data(), adapter.scales.data(), n, one_set_});
         }
     }
-    const std::string problem = kernel_for(node)->apply(node, target, index, groups_);
-    if (!problem.empty()) {
-        fail(target.name + ": " + problem);
-    }
+    return true;
 }
 
 } // namespace loraproxy

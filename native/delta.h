@@ -9,6 +9,7 @@
 // leave between steps.
 #pragma once
 
+#include "base_product.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -35,6 +36,7 @@ struct Target {
     int         visits = 0; // how often the watched decode computed it
     int         next   = -1; // the target computed directly after it from the same x: both are corrected then
     std::string refusal;    // why it cannot be targeted; empty if it can
+    const BaseProduct * base = nullptr; // how we compute the base's product; nullptr: llama.cpp does
 };
 
 // One adapter's pair for one target, as the kernels want it; it points into its adapter's memory.
@@ -82,14 +84,22 @@ struct Group {
     bool                   whole_step; // a prompt chunk: every row of the node is under one set
 };
 
-// Adds the deltas of `groups` to one computed node. There is one implementation for tensors in host memory
-// and one for tensors on a device.
+// One node of the graph to be corrected; x = node->src[1].
+struct Work {
+    ggml_tensor *       node;
+    const Target *      target;
+    int                 index;
+    const BaseProduct * base; // the node's own product is still to be computed; nullptr: it is there
+    std::vector<Group>  groups;
+};
+
+// Adds the deltas to computed nodes. There is one implementation for tensors in host memory and one for tensors
+// on a device.
 class DeltaKernel {
 public:
     virtual ~DeltaKernel() = default;
-    // `node` is computed; x = node->src[1]. `target` is its index. Returns "" or what went wrong.
-    virtual std::string apply(ggml_tensor * node, const Target & target, int target_index,
-                              const std::vector<Group> & groups) = 0;
+    // Works that come together have the same x. Returns "" or what went wrong.
+    virtual std::string apply(const std::vector<Work> & works) = 0;
     // The adapter leaves: forget whatever was kept for it.
     virtual void forget(const AdapterWeights *) {}
 };
@@ -99,7 +109,8 @@ std::unique_ptr<DeltaKernel> make_device_kernel();
 
 class Delta {
 public:
-    Delta(int n_threads, const char * force_kernels);
+    // `own_products`: compute the products of quantised weights in host memory, too, where there is a kernel.
+    Delta(int n_threads, const char * force_kernels, bool own_products);
     ~Delta();
 
     // ggml_backend_sched_eval_callback; user_data is the Delta.
@@ -126,9 +137,11 @@ public:
     std::string end();
 
     // From now on, tensors in host memory go the way of those on a device: for comparing the two.
-    void use_device_kernel() { host_tensors_too_ = true; }
+    void use_device_kernel();
 
     const char * kernel_name() const { return kernel_name_; }
+    // Weights whose products are computed here instead of by llama.cpp.
+    int own_products() const;
     // Nodes at which the graph was cut since the start.
     uint64_t cuts() const { return cuts_; }
 
@@ -143,7 +156,9 @@ private:
 
     bool ask(ggml_tensor * node);
     void computed(ggml_tensor * node);
-    void correct(ggml_tensor * node, int index);
+    void take_over(ggml_tensor * node, const Target & target);
+    void hand_back();
+    bool plan(ggml_tensor * node, int index, Work & work);
     void watch(ggml_tensor * node);
     int  lookup(const ggml_tensor * node) const;
     void fail(const std::string & reason);
@@ -160,6 +175,8 @@ private:
     bool                                                               host_tensors_too_ = false;
     const char *                                                       kernel_name_;
     int                                                                n_threads_;
+    std::string                                                        force_kernels_;
+    bool                                                               own_products_;
     bool                                                               watching_ = false;
     uint64_t                                                           cuts_     = 0;
 
@@ -170,7 +187,8 @@ private:
     std::vector<Running> adapters_running_; // sorted by id
     std::vector<uint8_t> active_; // by target: some adapter of this step has a pair for it
     std::vector<uint8_t> seen_;   // by target: times computed in this step
-    std::vector<Group>   groups_;
+    std::vector<Work>    works_;
+    std::vector<ggml_tensor *> taken_; // nodes that llama.cpp must not compute, until they are computed here
     ggml_tensor *        pending_       = nullptr; // computed with the node that follows it
     int                  pending_index_ = -1;
     std::string          error_;

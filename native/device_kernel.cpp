@@ -183,7 +183,20 @@ private:
 
 class DeviceKernel final : public DeltaKernel {
 public:
-    std::string apply(ggml_tensor * node, const Target & target, int target_index, const std::vector<Group> & groups) override {
+    std::string apply(const std::vector<Work> & works) override {
+        for (const Work & work : works) {
+            if (work.groups.empty()) {
+                continue;
+            }
+            const std::string problem = apply(work.node, *work.target, work.index, work.groups);
+            if (!problem.empty()) {
+                return problem;
+            }
+        }
+        return "";
+    }
+
+    std::string apply(ggml_tensor * node, const Target & target, int target_index, const std::vector<Group> & groups) {
         try {
             ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buffer_of(node)));
             if (device == nullptr && ggml_backend_buffer_is_host(buffer_of(node))) {

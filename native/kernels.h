@@ -33,6 +33,9 @@ struct Kernels {
     // out: n_rows pointers to n_out floats.
     void (*up)(const uint16_t * bt, int rank, int n_out, const float * y, size_t y_stride, float * const * out,
                int n_rows, int b0, int b1);
+
+    // to[i] = from[i] * factor in f16, rounded to nearest, ties to even
+    void (*narrow)(const float * from, size_t n, float factor, uint16_t * to);
 };
 
 // The best implementation for the processor this runs on; `force` ("avx512", "avx2", "neon", "plain") asks

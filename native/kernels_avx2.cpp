@@ -16,9 +16,11 @@ static inline vec load(const float * p) { return _mm256_loadu_ps(p); }
 static inline vec load_f16(const uint16_t * p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
 }
+static inline void store_f16(uint16_t * p, vec v) { _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 static inline void store(float * p, vec v) { _mm256_storeu_ps(p, v); }
 static inline vec broadcast(float f) { return _mm256_set1_ps(f); }
 static inline vec madd(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
 static inline vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 static inline float reduce(vec v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -29,7 +31,7 @@ static inline float reduce(vec v) {
 
 #include "kernels_impl.h"
 
-extern const Kernels kernels = {"avx2", down, up};
+extern const Kernels kernels = {"avx2", down, up, narrow};
 
 } // namespace avx2
 } // namespace loraproxy

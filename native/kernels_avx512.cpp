@@ -16,15 +16,17 @@ static inline vec load(const float * p) { return _mm512_loadu_ps(p); }
 static inline vec load_f16(const uint16_t * p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
 }
+static inline void store_f16(uint16_t * p, vec v) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 static inline void store(float * p, vec v) { _mm512_storeu_ps(p, v); }
 static inline vec broadcast(float f) { return _mm512_set1_ps(f); }
 static inline vec madd(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 static inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 static inline float reduce(vec v) { return _mm512_reduce_add_ps(v); }
 
 #include "kernels_impl.h"
 
-extern const Kernels kernels = {"avx512", down, up};
+extern const Kernels kernels = {"avx512", down, up, narrow};
 
 } // namespace avx512
 } // namespace loraproxy

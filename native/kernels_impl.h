@@ -1,6 +1,6 @@
 // The kernels' one text, compiled once for each instruction set. The including file defines, in its own
 // namespace: LANES, vec (LANES floats), zero(), load(const float *), load_f16(const uint16_t *), store(),
-// broadcast(), madd(a, b, c) = a * b + c, add(), reduce(vec), and ROWS, how many rows share one reading of the
+// store_f16(), broadcast(), madd(a, b, c) = a * b + c, mul(), add(), reduce(vec), and ROWS, how many rows share one reading of the
 // weights in registers.
 
 // One group of RANKS ranks for T rows. Each sum has one accumulator, so T changes no bit of it.
@@ -116,5 +116,15 @@ static void up(const uint16_t * bt, int rank, int n_out, const float * y, size_t
         for (; t < n_rows; ++t) {
             up_block<1>(block, rank, n, y + t * y_stride, y_stride, out + t, j);
         }
+    }
+}
+
+static void narrow(const float * from, size_t n, float factor, uint16_t * to) {
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        store_f16(to + i, mul(load(from + i), broadcast(factor)));
+    }
+    for (; i < n; ++i) {
+        to[i] = f32_to_f16(from[i] * factor);
     }
 }

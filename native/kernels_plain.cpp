@@ -66,6 +66,11 @@ static inline vec load(const float * p) { return {{p[0], p[1], p[2], p[3]}}; }
 static inline vec load_f16(const uint16_t * p) {
     return {{f16_to_f32(p[0]), f16_to_f32(p[1]), f16_to_f32(p[2]), f16_to_f32(p[3])}};
 }
+static inline void store_f16(uint16_t * p, vec v) {
+    for (int i = 0; i < LANES; ++i) {
+        p[i] = f32_to_f16(v.v[i]);
+    }
+}
 static inline void store(float * p, vec v) { std::memcpy(p, v.v, sizeof v.v); }
 static inline vec broadcast(float f) { return {{f, f, f, f}}; }
 static inline vec madd(vec a, vec b, vec c) {
@@ -73,6 +78,12 @@ static inline vec madd(vec a, vec b, vec c) {
         c.v[i] = a.v[i] * b.v[i] + c.v[i];
     }
     return c;
+}
+static inline vec mul(vec a, vec b) {
+    for (int i = 0; i < LANES; ++i) {
+        a.v[i] *= b.v[i];
+    }
+    return a;
 }
 static inline vec add(vec a, vec b) {
     for (int i = 0; i < LANES; ++i) {
@@ -84,7 +95,7 @@ static inline float reduce(vec v) { return (v.v[0] + v.v[1]) + (v.v[2] + v.v[3])
 
 #include "kernels_impl.h"
 
-extern const Kernels kernels = {"plain", down, up};
+extern const Kernels kernels = {"plain", down, up, narrow};
 
 } // namespace plain
 } // namespace loraproxy

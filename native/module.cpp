@@ -12,6 +12,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 
@@ -25,48 +26,68 @@ using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::c
 // An exponent e such that values up to `largest` times 2^-e lie just below f16's limit: whatever range the
 // file's type had, nothing overflows and little is subnormal.
 int f16_exponent(const Matrix & m) {
-    float largest = 0.0f;
-    for (size_t i = 0; i < m.size(); ++i) {
-        largest = std::max(largest, std::fabs(m.data()[i]));
+    const float * values     = m.data();
+    float         largest[8] = {}; // eight at a time, so that the compiler can use vectors
+    size_t        i          = 0;
+    for (; i + 8 <= m.size(); i += 8) {
+        for (size_t j = 0; j < 8; ++j) {
+            const float v = std::fabs(values[i + j]);
+            largest[j]    = v > largest[j] ? v : largest[j];
+        }
     }
-    int exponent = 15;
-    if (largest > 0.0f) {
-        std::frexp(largest, &exponent); // largest = f * 2^exponent, f < 1
+    for (; i < m.size(); ++i) {
+        largest[0] = std::max(largest[0], std::fabs(values[i]));
     }
-    return exponent - 15;
+    const float most     = *std::max_element(largest, largest + 8);
+    int         exponent = 15;
+    if (most > 0.0f) {
+        std::frexp(most, &exponent); // most = f * 2^exponent, f < 1
+    }
+    return std::max(exponent - 15, -120); // so that 2^-e is a float
 }
 
 // A (rank, n_in) in tiles, B (n_out, rank) in blocks of columns, embeddings' A (rank, n_vocab) by token: see
 // kernels.h and delta.h. Values are scaled by 2^-exponent.
-std::vector<uint16_t> tile_a(const Matrix & a, int exponent) {
+std::vector<uint16_t> tile_a(const Kernels & kernels, const Matrix & a, int exponent) {
     const size_t          rank = a.shape(0), n_in = a.shape(1), depths = blocks_of(n_in, DEPTH);
     std::vector<uint16_t> out(blocks_of(rank, RANKS) * depths * RANKS * DEPTH, 0);
+    const float           factor = std::ldexp(1.0f, -exponent);
     for (size_t r = 0; r < rank; ++r) {
-        for (size_t k = 0; k < n_in; ++k) {
+        for (size_t k = 0; k < n_in; k += DEPTH) {
             const size_t tile = r / RANKS * depths + k / DEPTH;
-            out[(tile * RANKS + r % RANKS) * DEPTH + k % DEPTH] = f32_to_f16(std::ldexp(a.data()[r * n_in + k], -exponent));
+            kernels.narrow(a.data() + r * n_in + k, std::min<size_t>(DEPTH, n_in - k), factor,
+                           out.data() + (tile * RANKS + r % RANKS) * DEPTH);
         }
     }
     return out;
 }
 
-std::vector<uint16_t> block_b(const Matrix & b, int exponent) {
-    const size_t          n_out = b.shape(0), rank = b.shape(1);
-    std::vector<uint16_t> out(blocks_of(n_out, COLUMNS) * rank * COLUMNS, 0);
+std::vector<uint16_t> narrowed(const Kernels & kernels, const Matrix & m, int exponent) {
+    std::vector<uint16_t> out(m.size());
+    kernels.narrow(m.data(), m.size(), std::ldexp(1.0f, -exponent), out.data());
+    return out;
+}
+
+std::vector<uint16_t> block_b(const Kernels & kernels, const Matrix & b, int exponent) {
+    const size_t                n_out = b.shape(0), rank = b.shape(1);
+    const std::vector<uint16_t> rows = narrowed(kernels, b, exponent);
+    std::vector<uint16_t>       out(blocks_of(n_out, COLUMNS) * rank * COLUMNS, 0);
     for (size_t j = 0; j < n_out; ++j) {
+        uint16_t * column = out.data() + j / COLUMNS * rank * COLUMNS + j % COLUMNS;
         for (size_t r = 0; r < rank; ++r) {
-            out[(j / COLUMNS * rank + r) * COLUMNS + j % COLUMNS] = f32_to_f16(std::ldexp(b.data()[j * rank + r], -exponent));
+            column[r * COLUMNS] = rows[j * rank + r];
         }
     }
     return out;
 }
 
-std::vector<uint16_t> by_token(const Matrix & a, int exponent) {
-    const size_t          rank = a.shape(0), n = a.shape(1);
-    std::vector<uint16_t> out(rank * n);
+std::vector<uint16_t> by_token(const Kernels & kernels, const Matrix & a, int exponent) {
+    const size_t                rank = a.shape(0), n = a.shape(1);
+    const std::vector<uint16_t> rows = narrowed(kernels, a, exponent);
+    std::vector<uint16_t>       out(rank * n);
     for (size_t r = 0; r < rank; ++r) {
         for (size_t i = 0; i < n; ++i) {
-            out[i * rank + r] = f32_to_f16(std::ldexp(a.data()[r * n + i], -exponent));
+            out[i * rank + r] = rows[r * n + i];
         }
     }
     return out;
@@ -90,7 +111,8 @@ public:
         nb::gil_scoped_release released;
         const int               ea = f16_exponent(a), eb = f16_exponent(b);
         parts_.push_back({target_index, static_cast<int>(rank), std::ldexp(scale, ea + eb),
-                          target.op == Op::get_rows ? by_token(a, ea) : tile_a(a, ea), block_b(b, eb)});
+                          target.op == Op::get_rows ? by_token(kernels_, a, ea) : tile_a(kernels_, a, ea),
+                          block_b(kernels_, b, eb)});
     }
 
     std::shared_ptr<AdapterWeights> finish() {
@@ -101,6 +123,7 @@ public:
 private:
     std::vector<Target>               targets_;
     std::vector<AdapterWeights::Part> parts_;
+    const Kernels &                   kernels_ = *choose_kernels(); // any: all round alike
 };
 
 llama_context * as_context(uintptr_t address) { return reinterpret_cast<llama_context *>(address); }
@@ -191,6 +214,41 @@ bool restore_sequence(uintptr_t ctx, int32_t sequence, nb::bytes state) {
     return llama_state_seq_set_data(as_context(ctx), data, size, sequence) > 0;
 }
 
+// W x for one weight of `n_out` rows and every row of x, as a step computes it: (n_rows, n_out).
+nb::ndarray<nb::numpy, float, nb::ndim<2>> base_product(int type, nb::bytes weights, size_t n_out, const Matrix & x) {
+    const size_t        n_rows = x.shape(0), n_in = x.shape(1);
+    const auto          kind    = static_cast<ggml_type>(type);
+    const bool          known   = type >= 0 && type < GGML_TYPE_COUNT && ggml_blck_size(kind) > 0;
+    const BaseProduct * product = known ? choose_base_product(kind, static_cast<int64_t>(n_in)) : nullptr;
+    if (product == nullptr) {
+        throw std::invalid_argument("no kernel for this type and length on this processor");
+    }
+    const size_t row_bytes = ggml_row_size(kind, static_cast<int64_t>(n_in));
+    if (n_rows < 1 || n_out < 1 || weights.size() != row_bytes * n_out) {
+        throw std::invalid_argument("the weights' size does not fit their type and shape");
+    }
+    Activations quantized;
+    quantized.resize(static_cast<int>(n_rows), static_cast<int>(n_in));
+    float *     out = new float[n_rows * n_out];
+    nb::capsule owner(out, [](void * p) noexcept { delete[] static_cast<float *>(p); });
+    for (size_t i = 0; i < n_rows; ++i) {
+        product->quantize(x.data() + i * n_in, quantized, static_cast<int>(i));
+    }
+    for (size_t first = 0; first < n_rows; first += BATCH_ROWS) {
+        const size_t n = std::min<size_t>(BATCH_ROWS, n_rows - first);
+        for (size_t j = 0; j < n_out; j += TILE_ROWS) {
+            float * rows[BATCH_ROWS];
+            for (size_t i = 0; i < n; ++i) {
+                rows[i] = out + (first + i) * n_out + j;
+            }
+            product->product(static_cast<const uint8_t *>(weights.data()) + j * row_bytes, row_bytes,
+                             static_cast<int>(std::min<size_t>(TILE_ROWS, n_out - j)), quantized,
+                             static_cast<int>(first), static_cast<int>(n), rows);
+        }
+    }
+    return nb::ndarray<nb::numpy, float, nb::ndim<2>>(out, {n_rows, n_out}, owner);
+}
+
 void bind_sampling(nb::module_ & m) {
     m.def("sample_rows", [](uintptr_t ctx, const std::vector<int32_t> & rows, const std::vector<uintptr_t> & chains,
                             const std::vector<uintptr_t> & grammars, int n_threads) {
@@ -225,13 +283,13 @@ NB_MODULE(_native, m) {
         .def("finish", &WeightsBuilder::finish);
     nb::class_<Delta>(m, "Delta")
         .def("__init__",
-             [](Delta * self, int n_threads, const std::string & kernels) {
+             [](Delta * self, int n_threads, const std::string & kernels, bool own_products) {
                  if (choose_kernels(kernels.c_str()) == nullptr) {
                      throw std::invalid_argument("this processor or build has no kernels named '" + kernels + "'");
                  }
-                 new (self) Delta(n_threads, kernels.c_str());
+                 new (self) Delta(n_threads, kernels.c_str(), own_products);
              },
-             nb::arg("n_threads"), nb::arg("kernels") = "")
+             nb::arg("n_threads"), nb::arg("kernels") = "", nb::arg("own_products") = true)
         .def_prop_ro("user_data", [](Delta & self) { return reinterpret_cast<uintptr_t>(&self); })
         .def_prop_ro_static("callback", [](nb::handle) { return reinterpret_cast<uintptr_t>(&Delta::callback); })
         .def_static("has_kernels", [](const std::string & name) { return choose_kernels(name.c_str()) != nullptr; })
@@ -247,11 +305,13 @@ NB_MODULE(_native, m) {
         .def("end", &Delta::end)
         .def("use_device_kernel", &Delta::use_device_kernel)
         .def_prop_ro("kernel_name", &Delta::kernel_name)
+        .def_prop_ro("own_products", &Delta::own_products)
         .def_prop_ro("cuts", &Delta::cuts);
     m.def("decode_rows", &decode_rows, nb::arg("ctx"), nb::arg("delta").none(), nb::arg("tokens"), nb::arg("positions"),
           nb::arg("sequences"), nb::arg("sets"));
     m.def("decode_chunk", &decode_chunk, nb::arg("ctx"), nb::arg("delta").none(), nb::arg("tokens"), nb::arg("first"),
           nb::arg("sequence"), nb::arg("last_logits"), nb::arg("set"));
+    m.def("base_product", &base_product, nb::arg("type"), nb::arg("weights"), nb::arg("n_out"), nb::arg("x"));
     m.def("logits", &logits);
     m.def("sequence_state", &sequence_state);
     m.def("restore_sequence", &restore_sequence);

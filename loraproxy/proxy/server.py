@@ -122,6 +122,7 @@ def _worker_settings(config: Config, model: Path) -> WorkerSettings:
         cache_ram_mib=-(-engine.cache_ram // 1024**2),
         use_mmap=engine.mmap,
         use_extra_bufts=engine.repack,
+        fast_products=engine.fast_products,
     )
 
 

@@ -25,9 +25,12 @@ class DeltaPath:
     engine's thread, between two steps.
     """
 
-    def __init__(self, threads: int, kernels: str = "") -> None:
-        """``threads``: as many as the engine has. ``kernels``: avx512, avx2, neon, plain; "" picks the best."""
-        self.native = _native.Delta(threads, kernels)
+    def __init__(self, threads: int, kernels: str = "", *, own_products: bool = False) -> None:
+        """``threads``: as many as the engine has. ``kernels``: avx512, avx2, neon, plain; "" picks the best.
+
+        ``own_products``: take over the products of quantised weights from llama.cpp where there is a kernel.
+        """
+        self.native = _native.Delta(threads, kernels, own_products)
 
     @property
     def callback(self) -> int:

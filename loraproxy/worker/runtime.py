@@ -56,7 +56,7 @@ class Runtime:
         if per_slot > model.n_ctx_train > 0:  # as llama-server does
             log.warning("event=ctx_capped asked=%d trained=%d", per_slot, model.n_ctx_train)
             per_slot = model.n_ctx_train
-        self.delta = DeltaPath(self.threads_batch, kernels)
+        self.delta = DeltaPath(self.threads_batch, kernels, own_products=settings.fast_products)
         self.prompt_chunk = min(settings.prompt_chunk, settings.ubatch_size, settings.batch_size, max(per_slot, 1))
         self.context = self._make_context(settings, max(per_slot, 1))
         self.memory = llama_cpp.llama_get_memory(self.context)

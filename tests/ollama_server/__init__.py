@@ -8,5 +8,6 @@ keeps them, as manifests and blobs in a folder that survive a restart. What it g
 asked for is run by a llama-server of its own, base and adapter, which is also how Ollama itself runs models.
 
 Known differences: no registry (pull and push are not there), no Go templates (the model's own chat template is used,
-and a request that brings its own is refused with 501), no images, no tools, no thinking, no safetensors.
+and a request that brings its own is refused with 501), no images, no tools, no thinking, no safetensors, none of the
+endpoints under ``/v1``.
 """

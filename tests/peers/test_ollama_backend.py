@@ -156,6 +156,8 @@ async def test_what_ollama_has_nothing_for_is_501_and_bad_input_400(server: Olla
             found, data = await bench.ask(method, path, body)
             assert (found, words in json.loads(data)["error"]["message"]) == (status, True), data
         assert (await bench.ask("GET", "/health"))[0] == 200
+        status, data = await bench.ask("POST", "/v1/embeddings", {"input": ["a", "b"]})
+        assert (status, [len(one["embedding"]) for one in json.loads(data)["data"]]) == (200, [576, 576])
         assert json.loads((await bench.ask("GET", "/props"))[1])["model_alias"] == "smollm2"
         assert json.loads((await bench.ask("GET", "/v1/models"))[1])["data"][0]["id"] == "smollm2"
 

@@ -1,12 +1,16 @@
 """Ollama's API over llama-server's: requests one way, answers and streams the other."""
 
 import json
+from contextlib import asynccontextmanager
 from datetime import datetime, timezone
 
+import aiohttp
 import ollama
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from loraproxy.errors import InvalidRequest, NotSupported, WorkerFailed
+from loraproxy.errors import InvalidRequest, NotSupported, Unavailable, WorkerFailed
 from loraproxy.proxy.ollama_answers import (
     ModelFacts,
     OllamaAnswer,
@@ -17,6 +21,7 @@ from loraproxy.proxy.ollama_answers import (
     show_answer,
     tags_answer,
 )
+from loraproxy.proxy.ollama_relay import error_response, relay
 from loraproxy.proxy.ollama_wire import Call, asks_for_nothing, chat_call, embed_call, generate_call, model_of
 
 DEFAULTS = {
@@ -276,6 +281,84 @@ def test_a_stream_that_breaks_off_ends_with_the_error():
     answer.feed(event(NATIVE[0]) + b'data: {"conte')
     assert lines(answer.close(WorkerFailed("the worker died"))) == [{"error": "the worker died"}]
     assert error_body(WorkerFailed("x")) == {"error": "x"}
+
+
+@asynccontextmanager
+async def relayed(handler):
+    """A client's view of a worker's answer that ``handler`` gives."""
+    worker_app = web.Application()
+    worker_app.router.add_post("/completion", handler)
+
+    async def serve(request):
+        async with session.post(worker.make_url("/completion")) as upstream:
+            answer = OllamaAnswer("m", "response")
+            try:
+                return await relay(
+                    request, upstream, answer, broken=lambda: WorkerFailed("it died"), headers={"X-LoRA": "pirate=1"}
+                )
+            except WorkerFailed as error:
+                return error_response(error)
+
+    app = web.Application()
+    app.router.add_post("/api/generate", serve)
+    async with (
+        TestServer(worker_app) as worker,
+        TestServer(app) as server,
+        aiohttp.ClientSession() as session,
+        session.post(server.make_url("/api/generate")) as answer,
+    ):
+        yield answer
+
+
+async def send(request, *chunks, abort=False):
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for chunk in chunks:
+        await response.write(chunk)
+    if abort:
+        request.transport.abort()
+    return response
+
+
+async def test_a_stream_is_relayed_with_the_headers():
+    async def handler(request):
+        return await send(request, STREAMS["native"])
+
+    async with relayed(handler) as answer:
+        assert (answer.content_type, answer.headers["X-LoRA"]) == ("application/x-ndjson", "pirate=1")
+        assert [line["response"] for line in lines(await answer.read())] == ["Ah", "oy ⚓", ""]
+
+
+@pytest.mark.parametrize("abort", [True, False])
+async def test_a_worker_that_dies_in_a_stream_ends_it_with_an_error_line(abort):
+    async def handler(request):
+        return await send(request, event(NATIVE[0]), abort=abort)
+
+    async with relayed(handler) as answer:
+        assert lines(await answer.read())[-1] == {"error": "it died"}
+
+
+async def test_a_worker_that_dies_before_it_answers_is_502():
+    async def handler(request):
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "99"})
+        await response.prepare(request)
+        request.transport.abort()
+        return response
+
+    async with relayed(handler) as answer:
+        assert (answer.status, await answer.json()) == (502, {"error": "it died"})
+
+
+async def test_a_workers_refusal_keeps_its_status():
+    async def handler(request):
+        return web.json_response(Unavailable("busy").body(), status=503)
+
+    async with relayed(handler) as answer:
+        assert (answer.status, await answer.json()) == (503, {"error": "busy"})
+
+
+def test_an_error_says_when_to_come_back():
+    assert error_response(Unavailable("busy", retry_after=7)).headers["Retry-After"] == "7"
 
 
 @pytest.mark.parametrize("field", ["response", "message"])

@@ -102,9 +102,9 @@ class AdapterSummary:
     format: str
     size_bytes: int
     rank: tuple[int, int]
-    scale: tuple[float, float]
     targets: tuple[str, ...]
     resident_bytes: int
+    scale: tuple[float, float] = (1.0, 1.0)
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     invocation_tokens: tuple[int, ...] = ()

@@ -129,7 +129,7 @@ def _check_finite(values: NDArray[np.float32], name: str, kind: GGMLQuantization
     largest = float(np.abs(values).max())
     if not np.isfinite(largest):
         raise CommandFailed(f"tensor {name}: the merged weights are no finite numbers; is the base model damaged?")
-    if kind is GGMLQuantizationType.F16 and largest > np.finfo(np.float16).max:
+    if kind is GGMLQuantizationType.F16 and largest > float(np.finfo(np.float16).max):
         raise CommandFailed(f"tensor {name}: the merged weights are too large for F16; give --type BF16 or F32")
 
 

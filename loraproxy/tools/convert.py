@@ -63,11 +63,11 @@ def run(options: argparse.Namespace) -> int:
         result = convert(options.adapter, options.output, options.model, options.outtype, unsupported)
     adapter = result.adapter
     for note in (*adapter.notes, *adapter.left_out):
-        print(f"note: {note}")
+        print(files.printable(f"note: {note}"))
+    written = files.printable(f"wrote {options.output}: {files.megabytes(result.n_bytes)}")
     print(
-        f"wrote {options.output}: {files.megabytes(result.n_bytes)}, {len(adapter.tensors)} pairs as "
-        f"{options.outtype}, scaling folded in; read back, the largest relative error is {result.error:.1e} "
-        f"({result.worst})"
+        f"{written}, {len(adapter.tensors)} pairs as {options.outtype}, scaling folded in; "
+        f"read back, the largest relative error is {result.error:.1e} ({result.worst})"
     )
     if result.error > _EXPECTED[options.outtype]:
         print(f"note: {options.outtype} holds some weights badly; --outtype f32 is exact")

@@ -22,7 +22,9 @@ from loraproxy.tools.gguf_copy import Bytes, NewTensor
 from loraproxy.tools.grids import GRIDS
 from loraproxy.tools.rounding import Feedback, add_on_grid
 
-_CHUNK_VALUES = 2 << 20
+_CHUNK_VALUES = 1 << 20
+_MAX_THREADS = 16
+"""Each takes up to 50 MB."""
 
 
 @dataclass
@@ -137,7 +139,7 @@ def _in_order(
     work: Callable[[int], tuple[Bytes, float, float]], items: Iterable[int]
 ) -> Iterator[tuple[Bytes, float, float]]:
     """``work`` for each item, on all CPUs, a few ahead of what is taken; ggml's and numpy's loops free the GIL."""
-    n_threads = os.cpu_count() or 1
+    n_threads = min(os.cpu_count() or 1, _MAX_THREADS)
     ahead: deque[Future[tuple[Bytes, float, float]]] = deque()
     with ThreadPoolExecutor(n_threads) as executor:
         try:

@@ -90,9 +90,19 @@ def temporary(path: Path, kind: str) -> Iterator[Path]:
 
 def existing(path: Path) -> Path:
     """``path``, if something is there. Raises CommandFailed."""
-    if "\0" in str(path) or not path.exists():
+    if not exists(path):
         raise CommandFailed(f"{path}: no such file or folder")
     return path
+
+
+def exists(path: Path) -> bool:
+    """True if something is at ``path`` and may be looked at; never an error, whatever the path."""
+    return os.path.exists(path)
+
+
+def printable(text: str) -> str:
+    """``text`` without what a file or a path may hold that no terminal should see, such as control characters."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def adapter_name(path: Path) -> str:

@@ -20,7 +20,7 @@ from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE
 from loraproxy.adapters.tensors import AdapterSummary
 from loraproxy.errors import InvalidRequest
 from loraproxy.tools.describe import alike, grouped_targets, scale_line, spread
-from loraproxy.tools.files import megabytes
+from loraproxy.tools.files import exists, megabytes, printable
 from loraproxy.tools.fit import Fit, fit
 from loraproxy.tools.survey import Survey, gguf_header, survey_gguf, survey_peft
 
@@ -56,32 +56,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the report. 0: usable; 1: it would be refused; 2: no such file, or no such base model."""
     for path in (options.path, options.model):
-        if path is not None and ("\0" in str(path) or not path.exists()):
+        if path is not None and not exists(path):
             return _fail(f"{path}: no such file or folder")
     try:
         base = None if options.model is None else BaseModel.from_gguf(options.model)
     except InvalidRequest as error:
         return _fail(error.message)
     report = inspect(options.path, base)
-    shown = [json.dumps(vars(report), indent=2)] if options.json else list(map(_printable, lines(report)))
+    shown = [json.dumps(vars(report), indent=2)] if options.json else list(map(printable, lines(report)))
     print("\n".join(shown))
     return 0 if report.usable else 1
 
 
 def _fail(message: str) -> int:
-    print(f"error: {_printable(message)}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     return _NO_SUCH_FILE
-
-
-def _printable(text: str) -> str:
-    """``text`` without the control characters that a file may have put into its names."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def inspect(path: Path, base: BaseModel | None = None) -> Report:
     """What is at ``path``. Whatever its content, nothing is raised: what is wrong is in the report."""
     if path.is_dir():
-        if (path / CONFIG_FILE).exists() or (path / WEIGHTS_FILE).exists():
+        if exists(path / CONFIG_FILE) or exists(path / WEIGHTS_FILE):
             return _adapter("PEFT LoRA adapter", survey_peft(path), base)
         return _no_adapter(path, f"the folder has no {CONFIG_FILE}{_adapters_within(path)}")
     if path.name == WEIGHTS_FILE:

@@ -14,7 +14,7 @@ from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS, GGMLQu
 
 from loraproxy.adapters.base_model import OUTPUT, TOKEN_EMBD, BaseModel
 from loraproxy.adapters.gguf_header import GgufHeader, GgufTensor, read_gguf_header
-from loraproxy.adapters.read import read_adapter
+from loraproxy.adapters.read import Unsupported, read_adapter
 from loraproxy.errors import CommandFailed
 from loraproxy.tools import files, gguf_copy
 from loraproxy.tools.deltas import Delta, Rounding, deltas_of, merged
@@ -30,12 +30,13 @@ _WELL_KEPT = 0.85
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written: tensors changed and in all, bytes, and what rounding left of the adapters."""
+    """What was written: tensors changed and in all, bytes, what rounding left of the adapters; and what was not."""
 
     n_changed: int
     n_tensors: int
     n_bytes: int
     rounding: Rounding
+    left_out: tuple[str, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " adapter touches are copied byte for byte",
     )
     parser.add_argument("--force", action="store_true", help="replace OUT.gguf if it exists")
+    parser.add_argument("--ignore-unsupported", action="store_true", help="merge the rest of what is not supported")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,12 +72,14 @@ def run(options: argparse.Namespace) -> int:
     inputs = (options.model, *(adapter.path for adapter in options.adapter))
     files.check_output(options.output, force=options.force, inputs=inputs)
     kind = FILE_TYPES.get(options.type)
+    unsupported = Unsupported.LEAVE_OUT if options.ignore_unsupported else Unsupported.REFUSE
     with files.ends_tidily():
-        result = merge(options.model, options.adapter, options.output, kind)
-    print(
-        f"wrote {options.output}: {files.megabytes(result.n_bytes)}, {result.n_changed} of {result.n_tensors} tensors "
-        f"merged, {f'type {options.type}' if kind is not None else 'every tensor in the type it has in the base model'}"
-    )
+        result = merge(options.model, options.adapter, options.output, kind, unsupported)
+    for note in result.left_out:
+        print(files.printable(f"note: {note}"))
+    how = f"type {options.type}" if kind is not None else "every tensor in the type it has in the base model"
+    changed = f"{result.n_changed} of {result.n_tensors} tensors merged"
+    print(files.printable(f"wrote {options.output}: {files.megabytes(result.n_bytes)}, {changed}, {how}"))
     if result.rounding.kept < _WELL_KEPT:
         print(
             f"note: rounding to the base model's types leaves {result.rounding.kept:.0%} of what the adapters add; "
@@ -84,7 +88,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def merge(model: Path, adapters: Iterable[ScaledAdapter], output: Path, kind: LlamaFileType | None = None) -> Merged:
+def merge(
+    model: Path,
+    adapters: Iterable[ScaledAdapter],
+    output: Path,
+    kind: LlamaFileType | None = None,
+    unsupported: Unsupported = Unsupported.REFUSE,
+) -> Merged:
     """Write ``model`` with ``adapters`` added to ``output``, whole or not at all.
 
     ``kind`` None, or that of the base: every tensor keeps its ggml type, and what no adapter touches its bytes.
@@ -98,7 +108,10 @@ def merge(model: Path, adapters: Iterable[ScaledAdapter], output: Path, kind: Ll
             raise CommandFailed(f"{model} is one part of a split model; join it first: llama-gguf-split --merge")
         base = BaseModel.from_gguf(model)
         given = list(adapters)
-        read = [(item.scale, read_adapter(files.adapter_name(item.path), item.path, base)) for item in given]
+        read = [
+            (item.scale, read_adapter(files.adapter_name(item.path), item.path, base, unsupported=unsupported))
+            for item in given
+        ]
         if header.metadata.get("general.file_type") == kind:
             kind = None
         rounding = Rounding()
@@ -115,7 +128,8 @@ def merge(model: Path, adapters: Iterable[ScaledAdapter], output: Path, kind: Ll
                     _write(exact, output, header, entries, tensors, int(values * bits_per_weight(kind) / 8))
                     quantise(exact, unfinished, kind)
             size = unfinished.stat().st_size
-        return Merged(len(plan.deltas), len(tensors), size, rounding)
+        left_out = tuple(sentence for _, adapter in read for sentence in adapter.left_out)
+        return Merged(len(plan.deltas), len(tensors), size, rounding, left_out)
 
 
 def _write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import signal
 import subprocess
@@ -74,7 +75,7 @@ def _main(source: str, target: str, kind: str) -> int:
     params.allow_requantize = True
     params.nthread = 0
     params.max_buf_size = _BUFFER
-    code: int = llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
+    code: int = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
     return 1 if code else 0
 
 

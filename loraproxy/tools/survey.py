@@ -21,6 +21,7 @@ from loraproxy.adapters.peft_names import PeftTensors, sort_tensors
 from loraproxy.adapters.safetensors_header import read_safetensors_header
 from loraproxy.adapters.stored import StoredTensor
 from loraproxy.adapters.tensors import pair_resident_bytes
+from loraproxy.tools.files import exists
 
 _MAX_CONFIG = 1 << 20
 _MAX_KEYS = 256
@@ -186,11 +187,11 @@ def survey_peft(path: Path) -> Survey:
     """Read a PEFT folder. Raises nothing: what is wrong is among its problems."""
     found = Survey(path, "peft")
     config = found.attempt(lambda: read_file(path / CONFIG_FILE, _MAX_CONFIG))
-    if config is None and not (path / WEIGHTS_FILE).exists():
+    if config is None and not exists(path / WEIGHTS_FILE):
         return found
     found.config = config or b""
     settings = _settings(found, found.config)
-    if not (path / WEIGHTS_FILE).exists() and (path / "adapter_model.bin").exists():
+    if not exists(path / WEIGHTS_FILE) and exists(path / "adapter_model.bin"):
         found.problem(
             "the weights are pickled (adapter_model.bin), and unpickling can run code; load the adapter with PEFT "
             "and save it with save_pretrained(..., safe_serialization=True)"
@@ -256,7 +257,13 @@ def _peft_modules(found: Survey, tensors: PeftTensors, settings: PeftConfig | No
     _whole(found, {name: module.halves for name, module in tensors.modules.items()})
     if settings is not None and not _affordable(found, settings, tensors.modules):
         settings = None
-    for name, module in tensors.modules.items():
+    chosen = [name for name in tensors.modules if settings is None or settings.layers.has(name)]
+    if skipped := tensors.modules.keys() - chosen:
+        found.notes.append(f"not applied, being of layers that layers_to_transform does not name: {listed(skipped)}")
+        if not chosen:
+            found.problem("the adapter has no lora_A/lora_B tensors that can be applied")
+    for name in chosen:
+        module = tensors.modules[name]
         if len(module.halves) == 2:
             alpha = settings.alpha_of(name) if settings else math.nan
             scale = settings.scale(alpha, module.rank) if settings else math.nan

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from gguf_tools import make_peft_folder, make_tiny_llama, random_peft_tensors
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.gguf_header import read_gguf_header
 from loraproxy.adapters.gguf_write import write_gguf_adapter
@@ -97,6 +99,28 @@ def test_a_merged_model_computes_what_llama_cpps_own_lora_graph_does(f32_base: P
         assert kl(theirs, plain) > 1e-2, "the adapters make a difference at all"
     assert result.rounding.kept == pytest.approx(1, abs=1e-3)
     merged.unlink()
+
+
+def test_memory_is_bounded_by_the_adapter_and_not_by_the_model(f32_base: Path, tmp_path: Path) -> None:
+    merged = tmp_path / "merged.gguf"
+    tracemalloc.start()
+    try:
+        merge(f32_base, [ScaledAdapter(demo_adapters()["bard"], 1.0)], merged)
+        assert tracemalloc.get_traced_memory()[1] < f32_base.stat().st_size / 3
+    finally:
+        tracemalloc.stop()
+    merged.unlink()
+
+
+def test_llama_cpp_loads_a_model_whose_head_was_untied(tmp_path: Path) -> None:
+    base = make_tiny_llama(tmp_path / "base.gguf")
+    tensors = random_peft_tensors({"lm_head": (320, 64)}, ranks=4)
+    make_peft_folder(tmp_path / "head", tensors)
+    merge(base, [ScaledAdapter(tmp_path / "head", 1.0)], tmp_path / "merged.gguf")
+    prompts = [[1, token, token + 1] for token in range(20, 36)]
+    before, after = (np.stack(logits(path, prompts)) for path in (base, tmp_path / "merged.gguf"))
+    sizes = np.linalg.svd(after - before, compute_uv=False)
+    assert sizes[3] > 100 * sizes[4], "the logits differ by four directions, the rank of the adapter of the head"
 
 
 @pytest.mark.parametrize("name", ["pirate", "robot", "bard", "wizard"])

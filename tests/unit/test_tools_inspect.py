@@ -129,6 +129,14 @@ def test_weights_that_are_no_numbers_are_found_without_a_model(tmp_path, capsys)
     assert "NaN or infinite weights" in out
 
 
+def test_layers_that_are_not_transformed_are_left_out_with_a_note(tmp_path, capsys, base):
+    for arguments in ((), ("--model", base.path)):
+        code, out, _ = run(capsys, peft(tmp_path / "x", layers_to_transform=[1]), *arguments)
+        assert code == 0
+        assert "q_proj, v_proj in layer 1 (2 pairs)" in out
+        assert out.count("layers_to_transform") == 1
+
+
 def test_pickled_weights_are_refused_with_the_way_out(tmp_path, capsys):
     (peft(tmp_path / "x") / "adapter_model.safetensors").rename(tmp_path / "x" / "adapter_model.bin")
     code, out, _ = run(capsys, tmp_path / "x")

@@ -112,6 +112,16 @@ def test_an_adapter_far_smaller_than_a_step_survives_four_bits(tmp_path):
     assert result.rounding.kept > 0.8
 
 
+def test_unsupported_parts_are_refused_or_left_out_as_asked(tmp_path, capsys, base_path):
+    line = ["-m", base_path, "--adapter", peft(tmp_path / "x", use_dora=True), "-o", tmp_path / "out.gguf"]
+    code, _, err = run(capsys, *line)
+    assert code == 1
+    assert "DoRA" in err
+    code, out, _ = run(capsys, *line, "--ignore-unsupported")
+    assert code == 0
+    assert "note: DoRA" in out
+
+
 def test_a_head_adapter_of_a_tied_model_becomes_a_head_of_its_own(tmp_path, capsys, base_path):
     folder, out = peft(tmp_path / "x", {"lm_head": (320, 64)}), tmp_path / "out.gguf"
     assert run(capsys, "-m", base_path, "--adapter", folder, "-o", out)[0] == 0

@@ -130,25 +130,30 @@ inline void advanced(const uint8_t * const * rows, size_t bytes, Rows & to) {
 // ahead it is told.
 constexpr size_t AHEAD = 2;
 
-// Every format: BLOCKS blocks of 32 inputs are loaded at once from `rows` (moved on by BYTES after it) into tiles;
-// `add` adds one block's product with one row of x to its accumulator.
+// Every format: begin() reads what BYTES bytes of each row have in common, load(part) unpacks BLOCKS blocks of 32 inputs
+// of them into tiles, and add() adds one block's product with one row of x to its accumulator.
 
 struct Q4_0 {
-    static constexpr int BLOCKS = 1, BYTES = 18;
+    static constexpr int PARTS = 1, BLOCKS = 1, BYTES = 18;
     Tile   tile;
     __m256 d, m;
 
-    void load(const uint8_t * const * rows) {
+    void begin(const uint8_t * const * rows) {
+        d = load_scales(rows);
+        m = _mm256_mul_ps(d, _mm256_set1_ps(-8.0f));
+    }
+
+    void load(const uint8_t * const * rows, int) { unpack(rows, 2); }
+
+    void unpack(const uint8_t * const * rows, size_t offset) {
         Rows at;
-        advanced(rows, 2, at);
+        advanced(rows, offset, at);
         __m256i packed[4];
         transpose4(at, packed);
         for (int i = 0; i < 4; ++i) {
             tile.q[i]     = low_nibbles(packed[i]);
             tile.q[i + 4] = high_nibbles(packed[i]);
         }
-        d = load_scales(rows);
-        m = _mm256_mul_ps(d, _mm256_set1_ps(-8.0f));
     }
 
     __m256 add(int, const int8_t * x, float xd, float s0, float s1, __m256 acc) const {
@@ -158,31 +163,23 @@ struct Q4_0 {
 };
 
 struct Q4_1 : Q4_0 {
-    static constexpr int BLOCKS = 1, BYTES = 20;
+    static constexpr int PARTS = 1, BLOCKS = 1, BYTES = 20;
 
-    void load(const uint8_t * const * rows) {
-        Rows at;
-        advanced(rows, 4, at);
-        __m256i packed[4];
-        transpose4(at, packed);
-        for (int i = 0; i < 4; ++i) {
-            tile.q[i]     = low_nibbles(packed[i]);
-            tile.q[i + 4] = high_nibbles(packed[i]);
-        }
-        load_scale_pairs(rows, d, m);
-    }
+    void begin(const uint8_t * const * rows) { load_scale_pairs(rows, d, m); }
+    void load(const uint8_t * const * rows, int) { unpack(rows, 4); }
 };
 
 struct Q8_0 {
-    static constexpr int BLOCKS = 1, BYTES = 34;
+    static constexpr int PARTS = 1, BLOCKS = 1, BYTES = 34;
     Tile   tile;
     __m256 d;
 
-    void load(const uint8_t * const * rows) {
+    void begin(const uint8_t * const * rows) { d = load_scales(rows); }
+
+    void load(const uint8_t * const * rows, int) {
         Rows at;
         advanced(rows, 2, at);
         transpose8(at, tile.q);
-        d = load_scales(rows);
     }
 
     __m256 add(int, const int8_t * x, float xd, float, float, __m256 acc) const {
@@ -223,89 +220,70 @@ struct KScales {
 };
 
 struct Q4_K {
-    static constexpr int BLOCKS = 8, BYTES = 144;
-    Tile        tile[8];
-    KScales     scales;
+    static constexpr int PARTS = 4, BLOCKS = 2, BYTES = 144;
+    Tile    tile[2];
+    KScales scales;
 
-    void load(const uint8_t * const * rows) {
-        scales.load(rows);
-        for (int j = 0; j < 4; ++j) {
-            Rows at;
-            advanced(rows, 16 + 32 * j, at);
-            __m256i packed[8];
-            transpose8(at, packed);
-            for (int i = 0; i < 8; ++i) {
-                tile[2 * j].q[i]     = low_nibbles(packed[i]);
-                tile[2 * j + 1].q[i] = high_nibbles(packed[i]);
-            }
+    void begin(const uint8_t * const * rows) { scales.load(rows); }
+
+    void load(const uint8_t * const * rows, int part) {
+        Rows at;
+        advanced(rows, 16 + 32 * part, at);
+        __m256i packed[8];
+        transpose8(at, packed);
+        for (int i = 0; i < 8; ++i) {
+            tile[0].q[i] = low_nibbles(packed[i]);
+            tile[1].q[i] = high_nibbles(packed[i]);
         }
     }
 
     __m256 add(int j, const int8_t * x, float xd, float s0, float s1, __m256 acc) const {
-        const __m256i sum = dot_4bit(tile[j].q, x);
+        const __m256i sum = dot_4bit(tile[j % BLOCKS].q, x);
         acc = _mm256_fmadd_ps(_mm256_mul_ps(scales.d[j], _mm256_set1_ps(xd)), _mm256_cvtepi32_ps(sum), acc);
         return _mm256_fmadd_ps(scales.m[j], _mm256_set1_ps(s0 + s1), acc);
     }
 };
 
 struct Q5_K {
-    static constexpr int BLOCKS = 8, BYTES = 176;
-    Tile        tile[8];
-    KScales     scales;
+    static constexpr int PARTS = 4, BLOCKS = 2, BYTES = 176;
+    Tile    tile[2];
+    KScales scales;
+    __m256i fifth[8]; // bit j of byte l: the fifth bit of input l of block j
 
-    void load(const uint8_t * const * rows) {
+    void begin(const uint8_t * const * rows) {
         scales.load(rows);
         Rows at;
         advanced(rows, 16, at);
-        __m256i fifth[8];
-        transpose8(at, fifth); // bit j of byte l: the fifth bit of input l of block j
+        transpose8(at, fifth);
+    }
+
+    void load(const uint8_t * const * rows, int part) {
+        Rows at;
+        advanced(rows, 48 + 32 * part, at);
+        __m256i packed[8];
+        transpose8(at, packed);
         const __m256i one = _mm256_set1_epi8(1);
-        for (int j = 0; j < 4; ++j) {
-            advanced(rows, 48 + 32 * j, at);
-            __m256i packed[8];
-            transpose8(at, packed);
-            for (int i = 0; i < 8; ++i) {
-                const __m256i low  = _mm256_and_si256(_mm256_srli_epi16(fifth[i], 2 * j), one);
-                const __m256i high = _mm256_and_si256(_mm256_srli_epi16(fifth[i], 2 * j + 1), one);
-                tile[2 * j].q[i]     = _mm256_or_si256(low_nibbles(packed[i]), _mm256_slli_epi16(low, 4));
-                tile[2 * j + 1].q[i] = _mm256_or_si256(high_nibbles(packed[i]), _mm256_slli_epi16(high, 4));
-            }
+        for (int i = 0; i < 8; ++i) {
+            const __m256i low  = _mm256_and_si256(_mm256_srli_epi16(fifth[i], 2 * part), one);
+            const __m256i high = _mm256_and_si256(_mm256_srli_epi16(fifth[i], 2 * part + 1), one);
+            tile[0].q[i] = _mm256_or_si256(low_nibbles(packed[i]), _mm256_slli_epi16(low, 4));
+            tile[1].q[i] = _mm256_or_si256(high_nibbles(packed[i]), _mm256_slli_epi16(high, 4));
         }
     }
 
     __m256 add(int j, const int8_t * x, float xd, float s0, float s1, __m256 acc) const {
-        const __m256i sum = dot_5bit(tile[j].q, x);
+        const __m256i sum = dot_5bit(tile[j % BLOCKS].q, x);
         acc = _mm256_fmadd_ps(_mm256_mul_ps(scales.d[j], _mm256_set1_ps(xd)), _mm256_cvtepi32_ps(sum), acc);
         return _mm256_fmadd_ps(scales.m[j], _mm256_set1_ps(s0 + s1), acc);
     }
 };
 
 struct Q6_K {
-    static constexpr int BLOCKS = 8, BYTES = 210;
-    Tile   tile[8];
+    static constexpr int PARTS = 2, BLOCKS = 4, BYTES = 210;
+    Tile   tile[4];
     __m256 d[16]; // of each half block
 
-    void load(const uint8_t * const * rows) {
-        const __m256i two = _mm256_set1_epi8(3);
-        for (int n = 0; n < 2; ++n) { // 128 inputs each
-            __m256i a[8], b[8], high[8];
-            Rows    at;
-            advanced(rows, 64 * n, at);
-            transpose8(at, a);
-            advanced(rows, 64 * n + 32, at);
-            transpose8(at, b);
-            advanced(rows, 128 + 32 * n, at);
-            transpose8(at, high);
-            for (int i = 0; i < 8; ++i) {
-                const auto bits = [&](int shift) {
-                    return _mm256_slli_epi16(_mm256_and_si256(_mm256_srli_epi16(high[i], shift), two), 4);
-                };
-                tile[4 * n].q[i]     = _mm256_or_si256(low_nibbles(a[i]), bits(0));
-                tile[4 * n + 1].q[i] = _mm256_or_si256(low_nibbles(b[i]), bits(2));
-                tile[4 * n + 2].q[i] = _mm256_or_si256(high_nibbles(a[i]), bits(4));
-                tile[4 * n + 3].q[i] = _mm256_or_si256(high_nibbles(b[i]), bits(6));
-            }
-        }
+    void begin(const uint8_t * const * rows) {
         Rows at;
         advanced(rows, 208, at);
         const __m256 super_d = load_scales(at);
@@ -317,9 +295,30 @@ struct Q6_K {
         }
     }
 
+    void load(const uint8_t * const * rows, int part) {
+        __m256i a[8], b[8], high[8];
+        Rows    at;
+        advanced(rows, 64 * part, at);
+        transpose8(at, a);
+        advanced(rows, 64 * part + 32, at);
+        transpose8(at, b);
+        advanced(rows, 128 + 32 * part, at);
+        transpose8(at, high);
+        const __m256i two = _mm256_set1_epi8(3);
+        for (int i = 0; i < 8; ++i) {
+            const auto bits = [&](int shift) {
+                return _mm256_slli_epi16(_mm256_and_si256(_mm256_srli_epi16(high[i], shift), two), 4);
+            };
+            tile[0].q[i] = _mm256_or_si256(low_nibbles(a[i]), bits(0));
+            tile[1].q[i] = _mm256_or_si256(low_nibbles(b[i]), bits(2));
+            tile[2].q[i] = _mm256_or_si256(high_nibbles(a[i]), bits(4));
+            tile[3].q[i] = _mm256_or_si256(high_nibbles(b[i]), bits(6));
+        }
+    }
+
     __m256 add(int j, const int8_t * x, float xd, float s0, float s1, __m256 acc) const {
-        acc = half(d[2 * j], dot_6bit_half(tile[j].q, x, 0), xd, s0, acc);
-        return half(d[2 * j + 1], dot_6bit_half(tile[j].q, x, 4), xd, s1, acc);
+        acc = half(d[2 * j], dot_6bit_half(tile[j % BLOCKS].q, x, 0), xd, s0, acc);
+        return half(d[2 * j + 1], dot_6bit_half(tile[j % BLOCKS].q, x, 4), xd, s1, acc);
     }
 
     static __m256 half(__m256 d, __m256i sum, float xd, float s, __m256 acc) {
@@ -342,22 +341,25 @@ void product(const uint8_t * w, size_t row_bytes, int n_tile, const Activations 
     const int       blocks = x.n_in / BLOCK;
     const size_t    stride = static_cast<size_t>(x.n_in);
     const uint8_t * ahead  = w + AHEAD * TILE_ROWS * row_bytes;
-    for (int b = 0; b < blocks; b += Format::BLOCKS) {
+    for (int b = 0; b < blocks; b += Format::PARTS * Format::BLOCKS) {
         for (int line = 0; line < TILE_ROWS * Format::BYTES; line += 64) {
             _mm_prefetch(reinterpret_cast<const char *>(ahead + line), _MM_HINT_T0);
         }
         ahead += TILE_ROWS * Format::BYTES;
         Format format;
-        format.load(rows);
-        advanced(rows, Format::BYTES, rows);
-        for (int j = 0; j < Format::BLOCKS; ++j) {
-            const int8_t * xq = x.q.data() + first * stride + static_cast<size_t>(b + j) * BLOCK;
-            const float *  xd = x.d.data() + static_cast<size_t>(b + j) * x.n_rows + first;
-            const float *  xs = x.s.data() + static_cast<size_t>(b + j) * 2 * x.n_rows + first;
-            for (int i = 0; i < n; ++i) {
-                acc[i] = format.add(j, xq + i * stride, xd[i], xs[i], xs[i + x.n_rows], acc[i]);
+        format.begin(rows);
+        for (int part = 0; part < Format::PARTS; ++part) {
+            format.load(rows, part);
+            for (int j = part * Format::BLOCKS; j < (part + 1) * Format::BLOCKS; ++j) {
+                const int8_t * xq = x.q.data() + first * stride + static_cast<size_t>(b + j) * BLOCK;
+                const float *  xd = x.d.data() + static_cast<size_t>(b + j) * x.n_rows + first;
+                const float *  xs = x.s.data() + static_cast<size_t>(b + j) * 2 * x.n_rows + first;
+                for (int i = 0; i < n; ++i) {
+                    acc[i] = format.add(j, xq + i * stride, xd[i], xs[i], xs[i + x.n_rows], acc[i]);
+                }
             }
         }
+        advanced(rows, Format::BYTES, rows);
     }
     for (int i = 0; i < n; ++i) {
         if (n_tile == TILE_ROWS) {

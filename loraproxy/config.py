@@ -7,7 +7,7 @@ import re
 import reprlib
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -70,6 +70,8 @@ class WorkerSettings(Strict):
     """Let llama.cpp repack weights into its own layouts: no page sharing, and AMX crashes on some machines."""
     fast_products: bool = True
     """Compute the products of quantised weights in host memory for all rows of a step at once."""
+    lora_mode: Literal["delta", "graph"] = "delta"
+    """``graph``: adapters through llama.cpp's own LoRA graph, one set at a time, for what the delta path cannot do."""
 
 
 class ConfigError(ValueError):

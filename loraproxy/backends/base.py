@@ -8,6 +8,8 @@ from typing import Protocol
 
 import aiohttp
 
+from loraproxy.adapters.registry import Bound
+
 
 @dataclass(frozen=True)
 class WorkerExit:
@@ -56,4 +58,16 @@ class Backend(Protocol):
 
     async def stop(self, grace: float) -> None:
         """End it and remove what it left behind; after ``grace`` seconds by force. May be called in any state."""
+        ...
+
+
+class KeyedBackend(Backend, Protocol):
+    """A worker that runs one adapter set at a time: the base model's, empty, when it was started."""
+
+    async def change(self, bound: Bound) -> None:
+        """Return when it runs ``bound``, and nothing else. Nothing may run on it: it is drained before.
+
+        Raises InvalidAdapterFile and AdapterChanged for an adapter, Conflict where a request still runs: it then runs
+        what it ran before; WorkerFailed where the worker ended or could not change: end it.
+        """
         ...

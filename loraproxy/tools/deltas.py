@@ -123,6 +123,25 @@ def merged(
     return NewTensor(name, tensor.shape, kind, data)
 
 
+def look_up(source: mmap, tensor: GgufTensor, delta: Delta, other: mmap, written: GgufTensor) -> Rounding:
+    """What became of ``delta``, added to ``tensor`` of the file ``source``, in the tensor that ``other`` has of it."""
+    n_rows, n_columns = tensor.shape
+    step = max(1, _CHUNK_VALUES // n_columns)
+    found = Rounding()
+
+    def values(file: mmap, lies: GgufTensor, first: int, last: int) -> NDArray[np.float32]:
+        size = row_bytes(lies.type, n_columns)
+        raw = np.frombuffer(file[lies.offset + first * size : lies.offset + last * size], np.uint8)
+        return decode_rows(raw, lies.type, n_columns)
+
+    for first in range(0, n_rows, step):
+        last = min(first + step, n_rows)
+        added = delta.rows(first, last)
+        found.moved += _dot(values(other, written, first, last) - values(source, tensor, first, last), added)
+        found.delta += _dot(added, added)
+    return found
+
+
 def _dot(left: NDArray[np.float32], right: NDArray[np.float32]) -> float:
     return float(left.ravel() @ right.ravel())
 

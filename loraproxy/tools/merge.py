@@ -17,7 +17,7 @@ from loraproxy.adapters.gguf_header import GgufHeader, GgufTensor, read_gguf_hea
 from loraproxy.adapters.read import Unsupported, read_adapter
 from loraproxy.errors import CommandFailed
 from loraproxy.tools import files, gguf_copy
-from loraproxy.tools.deltas import Delta, Rounding, deltas_of, merged
+from loraproxy.tools.deltas import Delta, Rounding, deltas_of, look_up, merged
 from loraproxy.tools.files import ScaledAdapter
 from loraproxy.tools.ggml import NEEDS_IMATRIX, WRITABLE
 from loraproxy.tools.gguf_copy import NewTensor
@@ -81,8 +81,9 @@ def run(options: argparse.Namespace) -> int:
     changed = f"{result.n_changed} of {result.n_tensors} tensors merged"
     print(files.printable(f"wrote {options.output}: {files.megabytes(result.n_bytes)}, {changed}, {how}"))
     if result.rounding.kept < _WELL_KEPT:
+        types = options.type or "the types of the base model"
         print(
-            f"note: rounding to the base model's types leaves {result.rounding.kept:.0%} of what the adapters add; "
+            f"note: rounding to {types} leaves {result.rounding.kept:.0%} of what the adapters add; "
             "--type Q8_0 or F16 keeps all of it"
         )
     return 0
@@ -127,6 +128,7 @@ def merge(
                 with files.temporary(output, "f32") as exact:
                     _write(exact, output, header, entries, tensors, int(values * bits_per_weight(kind) / 8))
                     quantise(exact, unfinished, kind)
+                rounding = plan.look_up(unfinished)
             size = unfinished.stat().st_size
         left_out = tuple(sentence for _, adapter in read for sentence in adapter.left_out)
         return Merged(len(plan.deltas), len(tensors), size, rounding, left_out)
@@ -188,6 +190,22 @@ class _Plan:
             return gguf_copy.copied(self.source, tensor, name)
         return merged(self.source, tensor, delta, tensor.type if self.exact is None else self.exact, rounding, name)
 
+    def look_up(self, output: Path) -> Rounding:
+        """What is left of the adapters in a file that was quantised afterwards."""
+        total = Rounding()
+        with output.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as other:
+            written = read_gguf_header(other).tensors
+            for name, delta in self.deltas.items():
+                tensor = self._origin(name)
+                found = look_up(self.source, tensor, delta, other, written[name])
+                total.moved += found.moved
+                total.delta += found.delta
+        return total
+
+    def _origin(self, name: str) -> GgufTensor:
+        """The base's tensor that the output's tensor ``name`` comes from."""
+        return self.header.tensors.get(name) or self.header.tensors[TOKEN_EMBD]
+
     def _unties(self) -> bool:
         """True where embedding and head, one tensor in the base, come out different."""
         return self.base.tied_output and bool({TOKEN_EMBD, OUTPUT} & self.deltas.keys())
@@ -200,8 +218,7 @@ class _Plan:
                 "adapter instead"
             )
         for target in self.deltas:
-            tensor = self.header.tensors.get(target) or self.header.tensors[TOKEN_EMBD]
-            self._check_type(tensor)
+            self._check_type(self._origin(target))
             own_scale = f"{target.removesuffix('.weight')}.scale"
             if own_scale in self.header.tensors:
                 raise CommandFailed(

@@ -112,6 +112,18 @@ def test_an_adapter_far_smaller_than_a_step_survives_four_bits(tmp_path):
     assert result.rounding.kept > 0.8
 
 
+def test_what_a_type_of_llama_cpps_quantiser_loses_is_said(tmp_path, capsys):
+    base_path = make_tiny_llama(tmp_path / "base.gguf", n_embd=256, n_ff=256, dtype=GGMLQuantizationType.Q4_0)
+    shapes = tiny_llama_shapes(n_embd=256, n_ff=256)
+    folder = peft(tmp_path / "x", {name: shapes[name] for name in shapes if "mlp" in name}, std=0.02)
+    line = ["-m", base_path, "--adapter", folder, "-o", tmp_path / "out.gguf"]
+    code, out, _ = run(capsys, *line, "--type", "Q4_0")
+    assert code == 0
+    assert "note: rounding to Q4_0 leaves" in out
+    assert "note" not in run(capsys, *line, "--force", "--type", "Q8_0")[1]
+    assert "note" not in run(capsys, *line, "--force")[1]
+
+
 def test_unsupported_parts_are_refused_or_left_out_as_asked(tmp_path, capsys, base_path):
     line = ["-m", base_path, "--adapter", peft(tmp_path / "x", use_dora=True), "-o", tmp_path / "out.gguf"]
     code, _, err = run(capsys, *line)

@@ -33,6 +33,10 @@ if TYPE_CHECKING:  # at run time llama_cpp must come first: delta.py sees to it
 
 log = logging.getLogger("loraproxy.engine")
 
+_SHARE_OF_LOADS = 0.35
+"""While an adapter loads, a step's tokens come later by this share of the usual time between two."""
+_WEIGHT_OF_ONE_STEP = 0.1
+
 _Control = Callable[[], Any]
 
 
@@ -179,9 +183,10 @@ class Engine:
 
     def _run(self) -> None:
         stepper = self._stepper
+        usual = 0.0
         while not self._closing:
             self._read_inbox(wait=stepper.is_idle())
-            self._step_began = time.monotonic()
+            self._step_began = began = time.monotonic()
             try:
                 stepper.step()
             except Exception:
@@ -190,7 +195,10 @@ class Engine:
             if self._leaving:
                 self._release_adapters()
             self._step_began = 0.0
+            usual += _WEIGHT_OF_ONE_STEP * (time.monotonic() - began - usual)
             self._hand_out()
+            if not stepper.is_idle():
+                self.loader.give_way(_SHARE_OF_LOADS * usual)
         stepper.fail_all(ServerError("the worker is shutting down"))
         self._hand_out()
 

@@ -30,6 +30,9 @@ class AdapterLoader:
         self._delta = delta
         self._threads = background_threads(CONCURRENT_LOADS)
         self._lock = threading.Lock()
+        self._loading = 0
+        self._idle = threading.Event()
+        self._idle.set()
 
     def read(self, item: WorkerAdapter) -> _native.AdapterWeights:
         """Read, check and convert the adapter, in this thread.
@@ -46,7 +49,30 @@ class AdapterLoader:
 
     async def load(self, item: WorkerAdapter) -> _native.AdapterWeights:
         """As :meth:`read`, in a background thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.read, item)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read_counted, item)
+
+    def give_way(self, seconds: float) -> None:
+        """For the engine's thread, between two steps: let loads have the processors, ``seconds`` at most.
+
+        Where every processor has an engine's thread, a load gets nothing done in a step, or if it did, would hold up
+        all of them at their next barrier. So it has its time between steps, where it is known how long that is.
+        """
+        self._idle.wait(seconds)
+
+    def _read_counted(self, item: WorkerAdapter) -> _native.AdapterWeights:
+        self._count(1)
+        try:
+            return self.read(item)
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._loading += change
+            if self._loading:
+                self._idle.clear()
+            else:
+                self._idle.set()
 
     def close(self) -> None:
         """Begin no further load."""

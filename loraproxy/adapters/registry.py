@@ -65,10 +65,15 @@ class RegisteredAdapter:
     description: str = ""
     source: Source = Source.CONFIGURED
     version: Version | None = None
-    """None: its file cannot be applied; ``error`` says why."""
+    """None: its file cannot be applied, ``error`` says why; or, without an error, it was not read yet."""
     error: str = ""
     seen: Fingerprint = ()
     """What its file was when it was checked."""
+
+    @property
+    def is_pending(self) -> bool:
+        """It was not read yet."""
+        return self.version is None and not self.error
 
 
 @dataclass
@@ -88,7 +93,7 @@ class AdapterRegistry:
         self,
         name: str,
         path: Path,
-        content: AdapterSummary | str,
+        content: AdapterSummary | str | None,
         *,
         source: Source,
         default_scale: float | None = None,
@@ -97,9 +102,9 @@ class AdapterRegistry:
     ) -> RegisteredAdapter:
         """Register an adapter, or replace what its name means for requests from now on.
 
-        content: what its file holds, or the reason why it cannot be applied. None for the scale or the description
-        keeps what the name had. The same content under the same path stays the same version. Raises InvalidRequest
-        for a bad name or scale.
+        content: what its file holds, or the reason why it cannot be applied; None: it was not read yet. None for the
+        scale or the description keeps what the name had. The same content under the same path stays the same version.
+        Raises InvalidRequest for a bad name or scale.
         """
         check_name(name)
         adapter_id = self._ids.get(name, len(self._ids))
@@ -107,7 +112,7 @@ class AdapterRegistry:
         if default_scale is None:
             default_scale = before.default_scale if before else 0.0
         defaults = self._defaults_with(adapter_id, name, default_scale)
-        version = None if isinstance(content, str) else self._version(name, path, content, before)
+        version = self._version(name, path, content, before) if isinstance(content, AdapterSummary) else None
         adapter = RegisteredAdapter(
             adapter_id,
             name,

@@ -127,7 +127,7 @@ def describe(catalog: Catalog, adapter: RegisteredAdapter) -> dict[str, Any]:
         "scale": adapter.default_scale,
         "source": adapter.source.value,
         "path": str(adapter.path),
-        "state": "failed",
+        "state": "failed" if adapter.error else "registered",
         "error": adapter.error or None,
     }
     version = adapter.version
@@ -147,6 +147,8 @@ def describe(catalog: Catalog, adapter: RegisteredAdapter) -> dict[str, Any]:
         "resident_size": summary.resident_bytes,
         "rank": {"min": summary.rank[0], "max": summary.rank[1]},
         "targets": summary.n_pairs,
+        "own_scale": {"min": summary.scale[0], "max": summary.scale[1]},
+        "invocation_tokens": list(summary.invocation_tokens),
         "base_model": summary.base_name or None,
         "notes": list(summary.notes),
         "left_out": list(summary.left_out),

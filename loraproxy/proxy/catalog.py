@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from loraproxy.errors import Conflict, InvalidAdapterFile, InvalidRequest, Serve
 from loraproxy.pool.pool import WorkerPool
 
 log = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,25 @@ class Catalog:
                 raise Unavailable(f"the file of adapter {adapter.name!r} is changing; try again", retry_after=2)
             self._put(adapter.name, adapter.path, found, adapter.source, Wish())
 
+    async def read_pending(self) -> None:
+        """Survey what was registered unread, one after the other; a request for one of them does not wait for it."""
+        pending = [adapter for adapter in self.registry if adapter.is_pending]
+        last = time.monotonic()
+        for done, adapter in enumerate(pending):
+            if time.monotonic() - last > _PROGRESS_SECONDS:
+                last = time.monotonic()
+                log.info("%d of %d adapters are read", done, len(pending))
+            try:
+                await self.retry(adapter)
+            except Exception:
+                log.exception("adapter %s could not be read", adapter.name)
+        if pending:
+            now = [self.present(adapter.name) for adapter in pending]
+            failed = sum(1 for adapter in now if adapter is not None and adapter.error)
+            log.info("%d adapters are read; %d of them cannot be used", len(pending), failed)
+
     async def retry(self, adapter: RegisteredAdapter) -> None:
-        """Survey a failed adapter again if its file is not the one that failed."""
+        """Survey an adapter that was not read yet, or one that failed if its file is not the one that failed."""
         if adapter.version is None and fingerprint(adapter.path) != adapter.seen:
             async with self._lock(adapter.name):
                 if self.present(adapter.name) == adapter:
@@ -195,7 +215,7 @@ class Catalog:
             seen=found.seen,
         )
         if before is None or (adapter.version, adapter.error) != (before.version, before.error):
-            log_registration(adapter)
+            log_registration(adapter, logging.DEBUG if before and before.is_pending else logging.INFO)
         if before is not None:
             self._retire(before, adapter)
         return adapter
@@ -235,11 +255,11 @@ class Catalog:
         return self._locks.setdefault(name, asyncio.Lock())
 
 
-def log_registration(adapter: RegisteredAdapter) -> None:
+def log_registration(adapter: RegisteredAdapter, level: int = logging.INFO) -> None:
     """One line for the adapter, one for each of what was noticed or left out; or why it failed."""
     if adapter.version is None:
         log.warning("adapter %s cannot be used: %s", adapter.name, adapter.error)
         return
-    log.info("adapter %d %s: %s", adapter.id, adapter.name, adapter.path)
+    log.log(level, "adapter %d %s: %s", adapter.id, adapter.name, adapter.path)
     for note in (*adapter.version.summary.notes, *adapter.version.summary.left_out):
-        log.info("adapter %s: %s", adapter.name, note)
+        log.log(level, "adapter %s: %s", adapter.name, note)

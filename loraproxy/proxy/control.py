@@ -45,7 +45,7 @@ async def models(request: web.Request) -> web.Response:
     listing = await _fetch_json(proxy, endpoint(request))
     base_data, base_models = listing["data"][0], listing["models"][0]
     for adapter in proxy.registry:
-        if adapter.version is None:
+        if adapter.error:
             continue  # nothing can run under it
         alias = f"{base_data['id']}:{adapter.name}"
         listing["data"].append({**base_data, "id": adapter.name, "aliases": [alias], "parent": base_data["id"]})

@@ -138,7 +138,7 @@ async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announc
         log.info("loading %s", config.model)
         if await _unless(stop, proxy.pool.start(_configured(proxy.registry))):
             announce(url)
-            await _unless(stop, server.watcher.run() if server.watcher else stop.wait())
+            await _unless(stop, _follow(server))
         await site.stop()
         if proxy.pool.in_flight:
             wait = f"up to {config.http.drain_timeout:g} s to end; a second Ctrl-C or SIGTERM ends them at once"
@@ -154,6 +154,12 @@ async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announc
         if config.http.host.endswith(".sock"):
             with suppress(OSError):
                 os.unlink(config.http.host)
+
+
+async def _follow(server: _Server) -> None:
+    """Read what was registered unread, and keep the catalog as the watched folder is, until cancelled."""
+    watching = server.watcher.run() if server.watcher else asyncio.Event().wait()
+    await asyncio.gather(server.proxy.catalog.read_pending(), watching)
 
 
 def _configured(registry: AdapterRegistry) -> list[Version]:

@@ -49,7 +49,16 @@ ADAPTER_BYTES = 1000
 
 def summary(name: str, path: Path, digest: str = "0", nbytes: int = ADAPTER_BYTES) -> AdapterSummary:
     """What a survey would have said of an adapter."""
-    return AdapterSummary(name, path, digest, "gguf", nbytes, (8, 8), ("blk.0.attn_q.weight",), nbytes)
+    return AdapterSummary(
+        name=name,
+        path=path,
+        digest=digest,
+        format="gguf",
+        size_bytes=nbytes,
+        rank=(8, 8),
+        targets=("blk.0.attn_q.weight",),
+        resident_bytes=nbytes,
+    )
 
 
 def _refusal(path: Path, digest: str) -> ApiError | None:

@@ -376,6 +376,24 @@ async def test_a_watched_file_that_is_being_written_is_a_503_and_no_failure(benc
     assert await wire_of(bench, "w")
 
 
+async def test_an_adapter_that_was_not_read_yet_is_read_when_it_is_asked_for_or_in_its_turn(bench, tmp_path, caplog):
+    for name, content in (("a", "v1"), ("b", "bad: it is damaged"), ("c", "v1")):
+        (tmp_path / f"{name}.gguf").write_text(content)
+        bench.registry.put(name, tmp_path / f"{name}.gguf", None, source=Source.FOLDER)
+    assert (await ask(bench, "GET", "/adapters/a"))[1]["state"] == "registered"
+    async with bench.get("/v1/models") as answer:
+        assert len((await answer.json())["data"]) == 6
+    assert await wire_of(bench, "c")
+    status, answer = await ask(bench, "POST", "/completion", {"lora": "b"})
+    assert status == 400
+    assert "it is damaged" in answer["error"]["message"]
+    assert bench.registry.by_name("a").is_pending
+    caplog.set_level("INFO")
+    await bench.catalog.read_pending()
+    assert (await ask(bench, "GET", "/adapters/a"))[1]["digest"] == "v1"
+    assert "1 adapters are read; 0 of them cannot be used" in caplog.messages
+
+
 async def test_an_adapter_that_is_removed_while_its_request_waits_for_the_load_still_serves_it(bench, tmp_path):
     (tmp_path / "root" / "a.gguf").write_text("v1")
     await put(bench, "a", {"path": "a.gguf"})

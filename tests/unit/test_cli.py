@@ -35,6 +35,23 @@ def test_the_short_and_long_spellings_of_llama_server_mean_the_same():
     assert engine.cache_ram == 64 * 1024**2
 
 
+def test_the_options_for_adapters_that_come_and_go(tmp_path):
+    read = config(
+        *split("--adapters-dir d --adapter-root a --adapter-root b --upload-dir u --max-adapter-size 1G"),
+        *split("--adapter-memory 512MiB --ignore-unsupported"),
+    )
+    assert (read.adapters_dir, read.upload_dir) == (Path("d"), Path("u"))
+    assert read.adapter_roots == (Path("a"), Path("b"))
+    assert (read.max_adapter_size, read.adapter_memory) == (1024**3, 512 * 1024**2)
+    assert read.ignore_unsupported
+    assert config().adapter_memory == 1024**3
+    file = tmp_path / "c.yaml"
+    file.write_text("adapter_roots: [x]\nadapters: {a: {path: p, description: who it is}}")
+    assert config("--config", str(file)).adapter_roots == (tmp_path / "x",)
+    assert config("--config", str(file), "--adapter-root", "y").adapter_roots == (Path("y"),)
+    assert config("--config", str(file)).adapters["a"].description == "who it is"
+
+
 def test_underscores_are_read_as_dashes_as_llama_server_does():
     assert config("--ctx_size", "512").engine.ctx_size == 512
 

@@ -51,6 +51,9 @@ def test_paths_are_relative_to_the_file(tmp_path):
     assert config.model == tmp_path / "a.gguf"
     assert config.adapters["x"].path == tmp_path / "b"
     assert config.http.api_key_file == Path("/k")
+    config = load_config(write(tmp_path, "adapters_dir: d\nadapter_roots: [a, /b]\nupload_dir: ~/u"))
+    assert (config.adapters_dir, config.adapter_roots) == (tmp_path / "d", (tmp_path / "a", Path("/b")))
+    assert config.upload_dir == Path.home() / "u"
 
 
 def test_sizes_and_durations_have_units(tmp_path):

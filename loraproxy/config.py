@@ -40,6 +40,18 @@ class WorkerAdapter(Strict):
     """Leave out what cannot be applied instead of refusing the adapter."""
 
 
+class WorkerSetMember(WorkerAdapter):
+    """An adapter of the one set that a graph worker runs, and its scale there."""
+
+    scale: float = Field(allow_inf_nan=False)
+
+
+class WorkerSet(Strict):
+    """What a graph worker is told to run; empty: the base model."""
+
+    adapters: tuple[WorkerSetMember, ...] = ()
+
+
 class WorkerSettings(Strict):
     """Everything the embedded worker process is told, as JSON, when it is started."""
 
@@ -72,6 +84,12 @@ class WorkerSettings(Strict):
     """Compute the products of quantised weights in host memory for all rows of a step at once."""
     lora_mode: Literal["delta", "graph"] = "delta"
     """``graph``: adapters through llama.cpp's own LoRA graph, one set at a time, for what the delta path cannot do."""
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> WorkerSettings:
+        if self.lora_mode == "graph" and self.adapters:
+            raise ValueError("a graph worker starts with the base model; it is told its adapter set later")
+        return self
 
 
 class ConfigError(ValueError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ MAX_NAME = 256
 """Characters in the name of an adapter's tensor."""
 
 _SHOWN = 4
+_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.weight")
+"""What llama.cpp's ``build_moe_ffn`` multiplies with ``build_lora_mm_id`` (src/llama-graph.cpp)."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -53,6 +56,23 @@ def check_scale(target: str, scale: float) -> None:
         raise Refused(f"tensor {target} has the scale {scale}, which is not a finite number; check alpha")
 
 
+class WeightShape(NamedTuple):
+    """A weight: (n_out, n_in), or that of each of ``n_expert`` experts; 0: no experts."""
+
+    n_out: int
+    n_in: int
+    n_expert: int = 0
+
+
+def weight_of(base: BaseModel, target: str) -> WeightShape:
+    """The base model's weight matrix or, in a mixture of experts, matrices. Raises Refused if there is none."""
+    shape = base.shape_of(target)
+    if shape is not None and len(shape) == 3 and _EXPERTS.fullmatch(target):
+        n_expert, n_out, n_in = shape
+        return WeightShape(n_out, n_in, n_expert)
+    return WeightShape(*matrix_of(base, target))
+
+
 def matrix_of(base: BaseModel, target: str) -> tuple[int, int]:
     """(n_out, n_in) of the base model's weight matrix. Raises Refused if there is none."""
     shape = base.shape_of(target)
@@ -64,31 +84,40 @@ def matrix_of(base: BaseModel, target: str) -> tuple[int, int]:
     return n_out, n_in
 
 
-def check_shapes(base: BaseModel, target: str, a: tuple[int, ...], b: tuple[int, ...], n_out: int, n_in: int) -> None:
-    """Raises Refused unless A is (rank, n_in) and B is (n_out, rank), for a rank that is supported."""
-    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        raise Refused(f"tensor {target}: A {a} and B {b} are no low-rank pair; A is (rank, n), B (n, rank)")
-    rank = a[0]
+def check_shapes(base: BaseModel, target: str, a: tuple[int, ...], b: tuple[int, ...], weight: WeightShape) -> None:
+    """Raises Refused unless A is (rank, n_in) and B is (n_out, rank), for a rank that is supported.
+
+    For experts, both have the number of experts before these.
+    """
+    experts = (weight.n_expert,) if weight.n_expert else ()
+    n_dims = 2 + len(experts)
+    if len(a) != n_dims or len(b) != n_dims or a[-2] != b[-1]:
+        of_each = "(experts, rank, n), B (experts, n, rank)" if experts else "(rank, n), B (n, rank)"
+        raise Refused(f"tensor {target}: A {a} and B {b} are no low-rank pair; A is {of_each}")
+    rank = a[-2]
     check_rank(target, rank)
-    if a != (rank, n_in) or b != (n_out, rank):
+    right_a, right_b = (*experts, rank, weight.n_in), (*experts, weight.n_out, rank)
+    if (a, b) != (right_a, right_b):
         raise Refused(
             f"tensor {target} has the wrong shape: A {a}, B {b}; the {base.describe()} needs "
-            f"A ({rank}, {n_in}), B ({n_out}, {rank}); the adapter is for another model"
+            f"A {right_a}, B {right_b}; the adapter is for another model"
         )
 
 
 def checked_pair(base: BaseModel, target: str, op: Op, a: NDArray[Any], b: NDArray[Any], scale: float) -> LoraTensor:
     """The pair as a :class:`LoraTensor`, if it fits ``base``. Shapes as LoraTensor has them. Raises Refused."""
-    n_out, n_in = matrix_of(base, target)
-    if op is Op.GET_ROWS:
-        n_in, n_out = n_out, n_in
-    check_shapes(base, target, a.shape, b.shape, n_out, n_in)
+    check_shapes(base, target, a.shape, b.shape, multiplied(weight_of(base, target), op))
     if not np.isfinite(a).all() or not np.isfinite(b).all():
         raise Refused(f"tensor {target} holds NaN or infinite weights; the adapter is damaged")
     check_scale(target, scale)
     return LoraTensor(
         target, op, np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32), scale
     )
+
+
+def multiplied(weight: WeightShape, op: Op) -> WeightShape:
+    """The weight as its operation multiplies it: an embedding, which is looked up, the other way round."""
+    return WeightShape(weight.n_in, weight.n_out) if op is Op.GET_ROWS else weight
 
 
 def op_for(target: str) -> Op:

@@ -73,7 +73,7 @@ def compose(adapters: Sequence[tuple[Adapter, float]], base: BaseModel) -> Adapt
 def _stacked(parts: Sequence[tuple[LoraTensor, float]], base: BaseModel) -> LoraTensor:
     """All pairs of one projection as one of scale 1."""
     first = parts[0][0]
-    a: NDArray[np.float32] = np.concatenate([tensor.a for tensor, _ in parts])
+    a: NDArray[np.float32] = np.concatenate([tensor.a for tensor, _ in parts], axis=-2)
     with np.errstate(over="ignore"):  # checked_pair refuses what overflows
-        b = np.concatenate([tensor.b * np.float32(tensor.scale * scale) for tensor, scale in parts], axis=1)
+        b = np.concatenate([tensor.b * np.float32(tensor.scale * scale) for tensor, scale in parts], axis=-1)
     return checked_pair(base, first.target, first.op, a, b, 1.0)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from gguf.constants import GGUFValueType
 
 from loraproxy.adapters.base_model import BaseModel
-from loraproxy.adapters.checks import MAX_NAME, MAX_PAIRS, Refused, listed, matrix_of, op_for, printable
+from loraproxy.adapters.checks import MAX_NAME, MAX_PAIRS, Refused, listed, op_for, printable, weight_of
 from loraproxy.adapters.files import CheckedFile
 from loraproxy.adapters.gguf_header import GgufArray, GgufHeader, HeaderGoesOn, read_gguf_header
 from loraproxy.adapters.names import shorten
@@ -140,7 +140,7 @@ def _known(pairs: _Pairs, base: BaseModel, left: LeftOut) -> _Pairs:
 
 def _parts(pairs: _Pairs, alpha: float, base: BaseModel) -> Iterator[tuple[str, Part]]:
     for target, (a, b) in pairs.items():
-        n_out, n_in = matrix_of(base, target)
+        n_out, n_in, _ = weight_of(base, target)
         # an embedding's A is stored as (n_vocab, rank), so that GET_ROWS can pick a token's row of it
         embedding = op_for(target) is Op.GET_ROWS
         n_rows = n_in if embedding else n_out

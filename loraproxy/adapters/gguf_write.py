@@ -35,10 +35,10 @@ def write_gguf_adapter(adapter: Adapter, base: BaseModel, path: Path, dtype: Ada
     as "scale 1": so any mixture of ranks and alphas comes out right. ``q8_0`` applies to rows that divide into
     its blocks of 32; the others (B, unless the rank does) are f16, as convert_lora_to_gguf.py has it.
 
-    Raises InvalidAdapterFile where llama.cpp could not apply the result (adapters of a tied embedding or head) or
+    Raises InvalidAdapterFile where llama.cpp could not apply the result (:func:`check_in_llama_cpp`) or
     a weight does not fit ``dtype``; OSError if the file cannot be written.
     """
-    _check_applicable(adapter, base)
+    check_in_llama_cpp(adapter, base)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         writer = GGUFWriter(temporary, base.architecture)
@@ -67,12 +67,13 @@ def write_gguf_adapter(adapter: Adapter, base: BaseModel, path: Path, dtype: Ada
         temporary.unlink(missing_ok=True)
 
 
-def _check_applicable(adapter: Adapter, base: BaseModel) -> None:
+def check_in_llama_cpp(adapter: Adapter, base: BaseModel) -> None:
+    """Raises InvalidAdapterFile where llama.cpp's own LoRA graph cannot apply it: to a tied embedding or head."""
     tied = [tensor.target for tensor in adapter.tensors if tensor.target in (TOKEN_EMBD, OUTPUT)]
     if base.tied_output and tied:
         raise InvalidAdapterFile(
-            f"adapter {adapter.name!r}: {', '.join(tied)} cannot be written, because the base model shares one tensor "
-            "between embedding and output head and llama.cpp cannot adapt one of the two alone"
+            f"adapter {adapter.name!r}: {', '.join(tied)} cannot be applied by llama.cpp, because the base model "
+            "shares one tensor between embedding and output head, and it cannot adapt one of the two alone"
         )
 
 

@@ -21,8 +21,9 @@ from loraproxy.adapters.checks import (
     check_scale,
     check_shapes,
     in_graph_order,
-    matrix_of,
+    multiplied,
     op_for,
+    weight_of,
 )
 from loraproxy.adapters.decode import Buffer, all_finite, decode
 from loraproxy.adapters.stored import StoredTensor
@@ -81,6 +82,8 @@ class PlannedPair:
     n_out: int
     n_in: int
     parts: tuple[Part, ...]
+    n_expert: int = 0
+    """Experts with a pair of their own; 0: one pair."""
 
     @cached_property
     def rank(self) -> int:
@@ -96,7 +99,7 @@ class PlannedPair:
     @property
     def resident_bytes(self) -> int:
         """Bytes that the engine will hold for it."""
-        return pair_resident_bytes(self.rank, self.n_in, self.n_out, self.op)
+        return pair_resident_bytes(self.rank, self.n_in, self.n_out, self.op, n_expert=self.n_expert)
 
 
 @dataclass(frozen=True)
@@ -116,21 +119,22 @@ def plan_pairs(base: BaseModel, parts: Iterable[tuple[str, Part]]) -> tuple[Plan
     for target, part in parts:
         by_target.setdefault(target, []).append(part)
     pairs = in_graph_order([_plan_pair(base, target, shares) for target, shares in by_target.items()])
-    if sum(pair.rank * (pair.n_in + pair.n_out) for pair in pairs) * 4 > MAX_FILE_BYTES:
+    if sum(max(pair.n_expert, 1) * pair.rank * (pair.n_in + pair.n_out) for pair in pairs) * 4 > MAX_FILE_BYTES:
         raise Refused(f"the weights take more than {MAX_FILE_BYTES >> 30} GiB as float32")
     return pairs
 
 
 def _plan_pair(base: BaseModel, target: str, parts: list[Part]) -> PlannedPair:
-    n_out, n_in = matrix_of(base, target)
     op = op_for(target)
-    if op is Op.GET_ROWS:
-        n_out, n_in = n_in, n_out
+    weight = multiplied(weight_of(base, target), op)
+    n_out, n_in, n_expert = weight
     for part in parts:
         a = part.a.shape[::-1] if part.a_by_token else part.a.shape
-        check_shapes(base, target if part.n_out == n_out else part.module, a, part.b.shape, part.n_out, n_in)
+        check_shapes(
+            base, target if part.n_out == n_out else part.module, a, part.b.shape, weight._replace(n_out=part.n_out)
+        )
         check_scale(target, part.scale)
-    pair = PlannedPair(target, op, n_out, n_in, tuple(parts))
+    pair = PlannedPair(target, op, n_out, n_in, tuple(parts), n_expert)
     if len(parts) > 1:
         check_rank(target, pair.rank)
         _check_apart(pair)
@@ -182,6 +186,8 @@ class _Decoder:
 
     def _b(self, pair: PlannedPair, part: Part) -> NDArray[np.float32]:
         values = self._values(pair.target, part.b)
+        if pair.n_expert:  # experts' pairs are whole
+            return values
         if len(part.rows) == 1 and part.rows[0].n_rows == pair.n_out:
             return _taken(values, part.rows[0])
         b = np.zeros((pair.n_out, part.rank), np.float32)

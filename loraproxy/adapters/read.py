@@ -74,6 +74,7 @@ def survey_adapter(
             left_out=plan.left_out,
             invocation_tokens=plan.invocation_tokens,
             base_name=plan.base_name,
+            needs_graph=any(pair.n_expert for pair in plan.pairs),
         )
 
 

@@ -22,7 +22,8 @@ class LoraTensor:
     """One low-rank pair: for each token, ``out += adapter_scale * scale * B @ (A @ x)``.
 
     target: the base tensor's GGUF name, e.g. ``blk.0.attn_q.weight``.
-    op: ``MUL_MAT``: ``a`` is (rank, n_in), ``b`` is (n_out, rank), x the input row (n_in,).
+    op: ``MUL_MAT``: ``a`` is (rank, n_in), ``b`` is (n_out, rank), x the input row (n_in,). Of a mixture of experts
+        every expert has a pair of its own: ``a`` is (n_expert, rank, n_in), ``b`` is (n_expert, n_out, rank).
         ``GET_ROWS`` (token embeddings): ``a`` is (rank, n_vocab), its column for the token is ``A @ x``;
         ``b`` is (n_embd, rank).
     scale: alpha / rank (or alpha / sqrt(rank) for rsLoRA), without the scale a request asks for.
@@ -37,7 +38,12 @@ class LoraTensor:
     @property
     def rank(self) -> int:
         """The inner dimension of the pair."""
-        return int(self.a.shape[0])
+        return int(self.b.shape[-1])
+
+    @property
+    def n_expert(self) -> int:
+        """How many experts have a pair here; 0 for a plain weight."""
+        return int(self.a.shape[0]) if self.a.ndim == 3 else 0
 
 
 @dataclass(frozen=True)
@@ -77,13 +83,16 @@ class Adapter:
             scale=(min(scales), max(scales)),
             targets=tuple(tensor.target for tensor in self.tensors),
             resident_bytes=sum(
-                pair_resident_bytes(tensor.rank, tensor.a.shape[1], tensor.b.shape[0], tensor.op)
+                pair_resident_bytes(
+                    tensor.rank, tensor.a.shape[-1], tensor.b.shape[-2], tensor.op, n_expert=tensor.n_expert
+                )
                 for tensor in self.tensors
             ),
             notes=self.notes,
             left_out=self.left_out,
             invocation_tokens=self.invocation_tokens,
             base_name=self.base_name,
+            needs_graph=any(tensor.n_expert for tensor in self.tensors),
         )
 
 
@@ -109,6 +118,8 @@ class AdapterSummary:
     left_out: tuple[str, ...] = ()
     invocation_tokens: tuple[int, ...] = ()
     base_name: str = ""
+    needs_graph: bool = False
+    """It targets experts, which only llama.cpp's own LoRA graph reaches: it needs a keyed worker."""
 
     @property
     def n_pairs(self) -> int:
@@ -116,11 +127,13 @@ class AdapterSummary:
         return len(self.targets)
 
 
-def pair_resident_bytes(rank: int, n_in: int, n_out: int, op: Op = Op.MUL_MAT) -> int:
+def pair_resident_bytes(rank: int, n_in: int, n_out: int, op: Op = Op.MUL_MAT, *, n_expert: int = 0) -> int:
     """Bytes that the engine holds for one pair: f16 values in its kernels' tiles, each half in whole 128 bytes.
 
-    Shapes as in :class:`LoraTensor`; the tiles are those of native/kernels.h.
+    Shapes as in :class:`LoraTensor`; the tiles are those of native/kernels.h. Experts' pairs lie as f16 matrices.
     """
+    if n_expert:
+        return 2 * n_expert * rank * (n_in + n_out)
     a = rank * n_in if op is Op.GET_ROWS else _whole(rank, 4) * _whole(n_in, 16)
     b = rank * _whole(n_out, 32)
     return 2 * (_whole(a, 64) + _whole(b, 64))

@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 
 from loraproxy.backends.base import Backend
-from loraproxy.config import WorkerAdapter
-from loraproxy.errors import AdapterChanged, InvalidAdapterFile, ServerError, WorkerFailed
+from loraproxy.config import WorkerAdapter, WorkerSet
+from loraproxy.errors import AdapterChanged, ApiError, Conflict, InvalidAdapterFile, ServerError, WorkerFailed
 
 
 async def load_adapter(backend: Backend, item: WorkerAdapter) -> int:
@@ -32,6 +32,15 @@ async def forget_prompts(backend: Backend, wire_id: int) -> None:
     await _call(backend, "DELETE", f"/internal/adapters/{wire_id}/prompts")
 
 
+async def change_set(backend: Backend, wanted: WorkerSet) -> int:
+    """Have a graph worker run ``wanted`` and nothing else; the bytes that its adapters take there.
+
+    Raises InvalidAdapterFile, AdapterChanged, Conflict where a request still runs on it, WorkerFailed and ServerError.
+    """
+    answer = await _call(backend, "PUT", "/internal/set", wanted.model_dump(mode="json"))
+    return int(answer["bytes"])
+
+
 async def _call(backend: Backend, method: str, path: str, body: Any = None) -> Any:
     try:
         async with backend.session.request(method, backend.base_url + path, json=body) as response:
@@ -40,6 +49,11 @@ async def _call(backend: Backend, method: str, path: str, body: Any = None) -> A
         raise WorkerFailed("the worker ended while it loaded an adapter; try again") from error
     if status == 200:
         return answer
-    message = str(answer["error"]["message"])
-    kind = {400: InvalidAdapterFile, AdapterChanged.status: AdapterChanged}.get(status, ServerError)
-    raise kind(message)
+    raise _error(status, answer["error"])
+
+
+def _error(status: int, error: dict[str, Any]) -> ApiError:
+    message = str(error["message"])
+    if status == AdapterChanged.status:  # two errors have this status
+        return AdapterChanged(message) if error["type"] == AdapterChanged.type else Conflict(message)
+    return InvalidAdapterFile(message) if status == InvalidAdapterFile.status else ServerError(message)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 from pydantic import ValidationError
 
-from loraproxy.config import WorkerAdapter
+from loraproxy.config import WorkerAdapter, WorkerSet
 from loraproxy.errors import ApiError, InvalidRequest, NotFound, NotSupported, PayloadTooLarge, ServerError, Unavailable
 from loraproxy.worker import info
 from loraproxy.worker.answers import Answer, Job, dumps
@@ -130,6 +130,14 @@ async def read_adapter_item(request: web.Request) -> WorkerAdapter:
         raise InvalidRequest(f"not a WorkerAdapter: {error}") from None
 
 
+async def read_set(request: web.Request) -> WorkerSet:
+    """The adapter set that the proxy wants run. Raises InvalidRequest."""
+    try:
+        return WorkerSet.model_validate(await read_body(request))
+    except ValidationError as error:
+        raise InvalidRequest(f"not a WorkerSet: {error}") from None
+
+
 async def beside_the_loop(request: web.Request, body: Mapping[str, Any], work: Callable[[], T]) -> T:
     """The result of ``work`` on ``body``, computed in a thread where that could take long."""
     quick = len(await request.read()) <= QUICK_BODY_BYTES and not any(body.get(name) for name in SLOW_FIELDS)
@@ -192,6 +200,7 @@ class WorkerApp:
             "/apply-template": self.apply_template,
         }.items():
             router.add_post(path, post)
+        router.add_put("/internal/set", self.change_set)
         router.add_post("/internal/adapters", self.add_adapter)
         router.add_delete(r"/internal/adapters/{id:\d{1,18}}", self.remove_adapter)
         router.add_delete(r"/internal/adapters/{id:\d{1,18}}/prompts", self.forget_prompts)
@@ -353,6 +362,7 @@ class WorkerApp:
     async def add_adapter(self, request: web.Request) -> web.Response:
         """``POST /internal/adapters``: load one beside the engine. Answers how many bytes it takes."""
         item = await read_adapter_item(request)
+        self.engine.refuse_unless_shared()
         weights = await self.engine.loader.load(item)
         await self.engine.add_adapter(item.id, weights)
         self._adapters[item.id] = item
@@ -362,9 +372,18 @@ class WorkerApp:
     async def remove_adapter(self, request: web.Request) -> web.Response:
         """``DELETE /internal/adapters/{id}``: answered when its memory is free."""
         adapter_id = int(request.match_info["id"])
+        self.engine.refuse_unless_shared()
         self._adapters.pop(adapter_id, None)
         await self.engine.remove_adapter(adapter_id)
         return json_response({})
+
+    async def change_set(self, request: web.Request) -> web.Response:
+        """``PUT /internal/set``, of a graph worker: answered when it runs this set. Answers how many bytes it takes."""
+        wanted = await read_set(request)
+        nbytes = await self.engine.change_set(wanted.adapters)
+        self._adapters = {member.id: member for member in wanted.adapters}
+        logger.info("event=set_changed adapters=%s", ",".join(f"{m.name}={m.scale:.6g}" for m in wanted.adapters))
+        return json_response({"bytes": nbytes})
 
     async def forget_prompts(self, request: web.Request) -> web.Response:
         """``DELETE /internal/adapters/{id}/prompts``: the adapter is gone for good."""

@@ -57,7 +57,12 @@ class DeltaPath:
         return builder.finish()
 
     def _target(self, name: str, tensor: LoraTensor) -> int:
-        op = _native.Op.get_rows if tensor.op is Op.GET_ROWS else _native.Op.mul_mat
+        if tensor.n_expert:
+            raise InvalidAdapterFile(
+                f"adapter '{name}': '{tensor.target}' are the weights of experts, which only llama.cpp's own LoRA graph"
+                " can correct, in a worker for one adapter set at a time"
+            )
+        op = _native_op(tensor)
         index = self.native.find_target(tensor.target, op)
         if index < 0 and tensor.target == "output.weight":
             # a tied output head multiplies the token embeddings
@@ -72,6 +77,10 @@ class DeltaPath:
             raise InvalidAdapterFile(f"adapter '{name}': '{tensor.target}' cannot be corrected: {refusal}")
         return index
 
+    def computes(self, tensor: LoraTensor) -> bool:
+        """Whether the watched graph has the operation that ``tensor`` corrects."""
+        return self.native.find_target(tensor.target, _native_op(tensor)) >= 0
+
     def insert(self, adapter_id: int, weights: _native.AdapterWeights) -> None:
         """From the next step on, requests may run under ``adapter_id``."""
         self.native.add_adapter(adapter_id, weights)
@@ -83,3 +92,7 @@ class DeltaPath:
     def nbytes(self, adapter_id: int) -> int:
         """Bytes that the adapter holds."""
         return self.native.adapter_bytes(adapter_id)
+
+
+def _native_op(tensor: LoraTensor) -> _native.Op:
+    return _native.Op.get_rows if tensor.op is Op.GET_ROWS else _native.Op.mul_mat

@@ -18,8 +18,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from loraproxy.config import WorkerSettings
-from loraproxy.errors import ApiError, ContextExceeded, InvalidRequest, ServerError
+from loraproxy.config import WorkerSetMember, WorkerSettings
+from loraproxy.errors import ApiError, Conflict, ContextExceeded, InvalidRequest, ServerError
+from loraproxy.worker.graph_lora import GraphLora, StagedAdapter
 from loraproxy.worker.loader import AdapterLoader
 from loraproxy.worker.model import Model, ModelLoadError
 from loraproxy.worker.runtime import Runtime
@@ -54,6 +55,7 @@ class Engine:
         self.loader = AdapterLoader(settings.model, runtime.delta)
         self.adapters: set[int] = set()
         """The ids that new generations may use. The event loop's."""
+        self._changing = asyncio.Lock()
         self._leaving: dict[int, Future[None]] = {}
         """Ids that no new generation uses, and who waits until their memory is free. The engine thread's."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -74,10 +76,10 @@ class Engine:
             use_mmap=settings.use_mmap,
             use_extra_bufts=settings.use_extra_bufts,
         )
-        if model.recurrent:
+        if model.recurrent and settings.lora_mode != "graph":
             raise ModelLoadError(
-                f"{settings.model}: recurrent and hybrid models are not served yet: their batches are reordered, so"
-                " adapters could not be told apart"
+                f"{settings.model}: recurrent and hybrid models reorder their batches, so adapters could not be told"
+                " apart in one; serve it with one adapter set at a time (--lora-mode graph)"
             )
         runtime = Runtime(model, settings)
         engine = cls(runtime, settings)
@@ -137,6 +139,39 @@ class Engine:
         return Sequence(next(self._task_ids), generation, sampler, events.put_nowait)
 
     # -- adapters ------------------------------------------------------------------------------------------
+
+    async def change_set(self, members: tuple[WorkerSetMember, ...]) -> int:
+        """Have a graph worker run this set, and no other, from now on; the bytes that its adapters take.
+
+        Raises Conflict where something runs, or this is no graph worker; InvalidAdapterFile, AdapterChanged and
+        InvalidRequest. The set stays as it was then.
+        """
+        graph = self.runtime.graph
+        if graph is None:
+            raise Conflict("this worker applies adapters on the delta path and takes any set with each request")
+        async with self._changing:
+            await self._between_steps(self._check_idle)
+            staged = await self.loader.in_background(lambda: graph.stage(members))
+            try:
+                await self._between_steps(lambda: self._activate(graph, staged))
+            finally:
+                for adapter in staged:
+                    adapter.discard()
+            self.adapters = {adapter.member.id for adapter in staged}
+            return graph.nbytes
+
+    def _activate(self, graph: GraphLora, staged: list[StagedAdapter]) -> None:
+        self._check_idle()
+        graph.activate(staged)
+
+    def _check_idle(self) -> None:
+        if not self._stepper.is_idle():
+            raise Conflict("requests are running under this worker's adapter set; it changes only when they have ended")
+
+    def refuse_unless_shared(self) -> None:
+        """Raises Conflict in a graph worker, whose adapters come as a set."""
+        if self.runtime.graph is not None:
+            raise Conflict("this worker runs one adapter set at a time: PUT /internal/set tells it which")
 
     async def add_adapter(self, adapter_id: int, weights: _native.AdapterWeights) -> None:
         """Make ``weights`` usable as ``adapter_id``, from the next step on. Raises InvalidRequest if it is taken."""

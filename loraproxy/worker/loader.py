@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from loraproxy.adapters.background import background_threads
 from loraproxy.adapters.base_model import BaseModel
@@ -17,6 +18,8 @@ from loraproxy.worker.delta import DeltaPath
 
 if TYPE_CHECKING:  # at run time llama_cpp must come first: delta.py sees to it
     from loraproxy import _native
+
+T = TypeVar("T")
 
 CONCURRENT_LOADS = 4
 """More than one, so that a small adapter does not wait for a large one."""
@@ -50,6 +53,10 @@ class AdapterLoader:
     async def load(self, item: WorkerAdapter) -> _native.AdapterWeights:
         """As :meth:`read`, in a background thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._read_counted, item)
+
+    async def in_background(self, work: Callable[[], T]) -> T:
+        """The result of ``work`` from a background thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def give_way(self, seconds: float) -> None:
         """For the engine's thread, between two steps: let loads have the processors, ``seconds`` at most.

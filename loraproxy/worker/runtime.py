@@ -1,4 +1,4 @@
-"""One llama.cpp context with the delta path: the only module that decodes.
+"""One llama.cpp context with the delta path, or with llama.cpp's own LoRA graph: the only module that decodes.
 
 It keeps the rules that make a request's result independent of what else runs (bit for bit on the CPU):
 the KV cache is split by sequence; a prompt chunk is a decode of its own; a step holds one token of each
@@ -17,6 +17,7 @@ import numpy as np
 from loraproxy import _native
 from loraproxy.config import WorkerSettings
 from loraproxy.worker.delta import DeltaPath, NativeSet
+from loraproxy.worker.graph_lora import GraphLora
 from loraproxy.worker.model import Model, ModelLoadError
 
 log = logging.getLogger("loraproxy.engine")
@@ -41,7 +42,10 @@ def usable_cpus() -> int:
 
 
 class Runtime:
-    """A model, one context with ``n_slots`` sequences, and the adapters of its delta path."""
+    """A model, one context with ``n_slots`` sequences, and its adapters: on the delta path, or one set in ``graph``.
+
+    A graph worker's delta path only tells which weights the graph multiplies.
+    """
 
     def __init__(self, model: Model, settings: WorkerSettings, *, kernels: str = "") -> None:
         """Make the context and watch one decode to learn the graph. Raises ModelLoadError.
@@ -56,13 +60,21 @@ class Runtime:
         if per_slot > model.n_ctx_train > 0:  # as llama-server does
             log.warning("event=ctx_capped asked=%d trained=%d", per_slot, model.n_ctx_train)
             per_slot = model.n_ctx_train
-        self.delta = DeltaPath(self.threads_batch, kernels, own_products=settings.fast_products)
+        in_graph = settings.lora_mode == "graph"
+        self.delta = DeltaPath(self.threads_batch, kernels, own_products=settings.fast_products and not in_graph)
         self.prompt_chunk = min(settings.prompt_chunk, settings.ubatch_size, settings.batch_size, max(per_slot, 1))
         self.context = self._make_context(settings, max(per_slot, 1))
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.address: int = ctypes.cast(self.context, ctypes.c_void_p).value or 0
         self.n_ctx_slot: int = llama_cpp.llama_n_ctx_seq(self.context)
         self._watch()
+        self.graph = GraphLora(model, self.context, self.delta, settings.socket.parent) if in_graph else None
+        self._native = None if in_graph else self.delta.native
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a sequence can be truncated: the state of a recurrent model only goes forward."""
+        return not self.model.recurrent
 
     def _make_context(self, settings: WorkerSettings, per_slot: int) -> llama_cpp.llama_context_p:
         params = llama_cpp.llama_context_default_params()
@@ -127,14 +139,15 @@ class Runtime:
         """
         if len(tokens) > self.prompt_chunk:
             raise ValueError(f"{len(tokens)} tokens are more than a chunk of {self.prompt_chunk}")
-        self._check(
-            *_native.decode_chunk(self.address, self.delta.native, tokens, first, sequence, last_logits, adapters)
-        )
+        self._check(*_native.decode_chunk(self.address, self._native, tokens, first, sequence, last_logits, adapters))
 
     def step(self, tokens: list[int], positions: list[int], first_sequence: int, adapters: list[NativeSet]) -> None:
         """Decode one token of each of the sequences ``first_sequence``...; all give logits. Raises StepFailed."""
-        sequences = list(range(first_sequence, first_sequence + len(tokens)))
-        self._check(*_native.decode_rows(self.address, self.delta.native, tokens, positions, sequences, adapters))
+        self.step_of(tokens, positions, list(range(first_sequence, first_sequence + len(tokens))), adapters)
+
+    def step_of(self, tokens: list[int], positions: list[int], sequences: list[int], adapters: list[NativeSet]) -> None:
+        """As :meth:`step`, of any sequences; on the delta path their ids must be consecutive."""
+        self._check(*_native.decode_rows(self.address, self._native, tokens, positions, sequences, adapters))
 
     def is_finite(self, row: int) -> bool:
         """Whether every logit of a row of the last decode is a finite number: else no sampler may see it.
@@ -154,7 +167,7 @@ class Runtime:
         (``flash_attn_ext``), and sums in another order than for several sequences. With company there is one
         order only.
         """
-        return self.n_slots > 1 and position + 1 > KV_PAD
+        return self.rewinds and self.n_slots > 1 and position + 1 > KV_PAD
 
     def _check(self, code: int, complaint: str) -> None:
         if code != 0:
@@ -167,4 +180,6 @@ class Runtime:
         if self.context:
             llama_cpp.llama_free(self.context)
             self.context = None
+        if self.graph is not None:
+            self.graph.close()
         self.model.close()

@@ -33,8 +33,12 @@ class Stepper:
         return self.scheduler.is_idle()
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
-        self.scheduler.add(sequence)
+        """Queue a sequence; one that asks for another set than a graph worker runs fails instead."""
+        graph = self.runtime.graph
+        if graph is not None and sequence.generation.adapters != graph.active:
+            self._fail(sequence, graph.mismatch(sequence.generation.adapters))
+        else:
+            self.scheduler.add(sequence)
 
     def sequences(self) -> list[Sequence]:
         """All sequences, waiting and running."""
@@ -72,7 +76,7 @@ class Stepper:
         generation = sequence.generation
         found = self.cache.find(generation.adapters, generation.prompt) if generation.cache_prompt else None
         self.runtime.clear(sequence.slot)
-        if found is not None:
+        if found is not None and (self.runtime.rewinds or found[1] == len(found[0].tokens)):
             self._restore(sequence, *found)
         if sequence.sampler.remembers:
             sequence.sampler.see(generation.prompt[-sequence.sampler.remembers :])
@@ -126,24 +130,25 @@ class Stepper:
         return 0 if sequence is None else sequence.n_past
 
     def _decode(self, rows: Rows) -> None:
-        decoding = [(row, s) for row, s in enumerate(rows.sequences) if s is not None]
+        slots = [(rows.first + i, s) for i, s in enumerate(rows.sequences) if s is not None or self.runtime.rewinds]
+        decoding = [(row, s) for row, (_, s) in enumerate(slots) if s is not None]
         filler = decoding[0][1].tokens[-1]
         began = time.monotonic()
         try:
-            self.runtime.step(
-                [filler if s is None else s.tokens[s.n_past] for s in rows.sequences],
-                [self._cells(rows.first + row) for row in range(len(rows.sequences))],
-                rows.first,
-                [[] if s is None else s.native_set for s in rows.sequences],
+            self.runtime.step_of(
+                [filler if s is None else s.tokens[s.n_past] for _, s in slots],
+                [self._cells(slot) for slot, _ in slots],
+                [slot for slot, _ in slots],
+                [[] if s is None else s.native_set for _, s in slots],
             )
         except StepFailed as problem:
             for _, sequence in decoding:
                 self._fail(sequence, ServerError(f"decoding failed: {problem}"))
             return
         finally:
-            for row, sequence_or_none in enumerate(rows.sequences):
+            for slot, sequence_or_none in slots:
                 if sequence_or_none is None:
-                    self.runtime.truncate(rows.first + row, self._cells(rows.first + row))
+                    self.runtime.truncate(slot, self._cells(slot))
         for _, sequence in decoding:
             sequence.n_past += 1
             self.scheduler.charge(sequence, DECODE_WEIGHT)

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <new>
 
-#if defined(__linux__)
+#if defined(__unix__) || defined(__APPLE__)
 #include <sys/mman.h>
 #endif
 
@@ -42,18 +42,8 @@ AdapterWeights::AdapterWeights(size_t n_targets, std::vector<Part> parts) : pair
     for (const Part & part : parts) {
         values += aligned(part.a.size()) + aligned(part.bt.size());
     }
-    bytes_             = values * sizeof(uint16_t);
-    const size_t size  = blocks_of(std::max<size_t>(bytes_, 1), HUGE_PAGE) * HUGE_PAGE;
-    memory_            = static_cast<uint16_t *>(std::aligned_alloc(HUGE_PAGE, size));
-    if (memory_ == nullptr) {
-        throw std::bad_alloc();
-    }
-#ifdef MADV_HUGEPAGE
-    // a step reads it all: with 4 KiB pages the misses of the page table cost a third of the bandwidth
-    if (bytes_ >= HUGE_PAGE) {
-        madvise(memory_, bytes_ / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
-    }
-#endif
+    bytes_ = values * sizeof(uint16_t);
+    map(std::max<size_t>(bytes_, 1));
     uint16_t * at = memory_;
     for (const Part & part : parts) {
         Pair & pair    = pairs_[part.target];
@@ -68,7 +58,39 @@ AdapterWeights::AdapterWeights(size_t n_targets, std::vector<Part> parts) : pair
     }
 }
 
-AdapterWeights::~AdapterWeights() { std::free(memory_); }
+#if defined(__unix__) || defined(__APPLE__)
+
+// Pages of its own, which go back to the system when the adapter leaves; malloc would keep them, in pieces.
+void AdapterWeights::map(size_t size) {
+    mapped_bytes_ = size + HUGE_PAGE;
+    mapped_       = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (mapped_ == MAP_FAILED) {
+        throw std::bad_alloc();
+    }
+    memory_ = reinterpret_cast<uint16_t *>(blocks_of(reinterpret_cast<uintptr_t>(mapped_), HUGE_PAGE) * HUGE_PAGE);
+#ifdef MADV_HUGEPAGE
+    // a step reads it all: with 4 KiB pages the misses of the page table cost a third of the bandwidth
+    if (size >= HUGE_PAGE) {
+        madvise(memory_, size / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+    }
+#endif
+}
+
+AdapterWeights::~AdapterWeights() { munmap(mapped_, mapped_bytes_); }
+
+#else
+
+void AdapterWeights::map(size_t size) {
+    mapped_ = std::malloc(size + HUGE_PAGE);
+    if (mapped_ == nullptr) {
+        throw std::bad_alloc();
+    }
+    memory_ = reinterpret_cast<uint16_t *>(blocks_of(reinterpret_cast<uintptr_t>(mapped_), HUGE_PAGE) * HUGE_PAGE);
+}
+
+AdapterWeights::~AdapterWeights() { std::free(mapped_); }
+
+#endif
 
 Delta::Delta(int n_threads, const char * force_kernels, bool own_products)
     : host_(make_host_kernel(n_threads, force_kernels)), n_threads_(n_threads), force_kernels_(force_kernels),

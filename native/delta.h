@@ -70,7 +70,11 @@ public:
 
 private:
     std::vector<Pair> pairs_; // by target; rank 0: none
-    uint16_t *        memory_ = nullptr;
+    void map(size_t size);
+
+    void *            mapped_       = nullptr;
+    size_t            mapped_bytes_ = 0;
+    uint16_t *        memory_       = nullptr; // in it, on a boundary of huge pages
     size_t            bytes_  = 0;
 };
 

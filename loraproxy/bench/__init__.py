@@ -1,5 +1,19 @@
-"""``loraproxy bench``: the product measured beside a real llama-server, and beside its own engine without HTTP."""
+"""``loraproxy bench``: the product measured beside a real llama-server, and beside its own engine without HTTP.
 
-from loraproxy.bench.command import main
+``loraproxy bench adapters``: more adapters than memory, and loads beside running streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraproxy.bench import churn, command
 
 __all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark that the first argument names, else the one beside llama-server. Raises StartFailed."""
+    if arguments and arguments[0] == "adapters":
+        return churn.main(arguments[1:])
+    return command.main(arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import NoReturn
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.bench import processes, report
 from loraproxy.bench.figures import Figures, figures_of, median_of
-from loraproxy.bench.machine import describe_machine, load_average
+from loraproxy.bench.machine import describe_machine, load_average, usable_cpus
 from loraproxy.bench.memory import measure_memory
 from loraproxy.bench.processes import Driver, Setup
 from loraproxy.bench.quiet import QUIET, Patience, Watch
@@ -120,7 +119,7 @@ def _run_all(options: argparse.Namespace, model: Path, binary: Path | None, base
             raise StartFailed(error.message) from error
         for slots, group in by_slots(results.scenarios, options.streams):
             ctx_size = slots * _round_up(_PROMPT_ROOM + results.n_predict)
-            threads = options.threads or _usable_cpus()
+            threads = options.threads or usable_cpus()
             setup = Setup(model, tuple(adapters), slots, ctx_size, threads, options.out.absolute())
             _run_group(setup, group, binary, base, results, patience)
 
@@ -226,13 +225,6 @@ def _peer_version(binary: Path | None) -> list[str]:
 
 def _round_up(tokens: int) -> int:
     return -(-tokens // _CONTEXT_STEP) * _CONTEXT_STEP
-
-
-def _usable_cpus() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
 
 
 def _demo_model() -> Path:

@@ -29,6 +29,14 @@ def load_average() -> float:
     return os.getloadavg()[0]
 
 
+def usable_cpus() -> int:
+    """CPUs that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
+
+
 def _cpu_facts() -> dict[str, str]:
     try:
         text = Path("/proc/cpuinfo").read_text()

@@ -46,10 +46,10 @@ class ServerProcess:
 
 
 @contextmanager
-def product(setup: Setup) -> Iterator[ServerProcess]:
-    """``loraproxy serve``. Raises StartFailed."""
+def product(setup: Setup, options: Sequence[str] = ()) -> Iterator[ServerProcess]:
+    """``loraproxy serve`` with more ``options``. Raises StartFailed."""
     adapters = [f"--adapter={path.stem}={path}" for path in setup.adapters]
-    command = [sys.executable, "-m", "loraproxy", "serve", "-v", *adapters, *_common_options(setup)]
+    command = [sys.executable, "-m", "loraproxy", "serve", "-v", *adapters, *_common_options(setup), *options]
     with _server("loraproxy", command, setup.folder / f"loraproxy-{setup.slots}.log") as server:
         yield server
 

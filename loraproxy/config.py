@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
@@ -17,6 +18,7 @@ from pydantic import (
     Field,
     ValidationError,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
@@ -219,6 +221,35 @@ class EngineConfig(Strict):
     )
 
 
+class BackendConfig(Strict):
+    """What generates: the embedded worker, or llama-servers, started here or running somewhere."""
+
+    kind: Literal["embedded", "llama-server"] = "embedded"
+    urls: tuple[str, ...] = Field(default=(), description="llama-servers that run already.")
+    bin: Path | None = Field(default=None, description="A llama-server to start; a bare name: on the PATH.")
+    args: tuple[str, ...] = Field(default=(), description="More arguments for the llama-server that is started.")
+    api_key: str = Field(default="", description="The key that the llama-servers at `urls` ask for.")
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+                raise ValueError(f"{url!r} should be a URL such as http://127.0.0.1:8081")
+        return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
+
+    @model_validator(mode="after")
+    def _is_one(self) -> BackendConfig:
+        if self.kind == "embedded" and (self.urls or self.bin or self.args or self.api_key):
+            raise ValueError("urls, bin, args and api_key need `kind: llama-server` (--backend llama-server)")
+        if self.kind == "llama-server" and bool(self.urls) == bool(self.bin):
+            raise ValueError("llama-server needs either urls (--backend-url URL) or bin (--backend-bin PATH)")
+        if self.urls and self.args:
+            raise ValueError("args are for a llama-server that is started; one at a URL runs already")
+        return self
+
+
 class Config(Strict):
     """The configuration file of ``loraproxy serve``; the command line overrides it."""
 
@@ -251,6 +282,7 @@ class Config(Strict):
     )
     strict_models: bool = Field(default=False, description="Refuse requests whose `model` is neither base nor adapter.")
     http: HttpConfig = HttpConfig()
+    backend: BackendConfig = BackendConfig()
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -267,6 +299,9 @@ class Config(Strict):
         adapters = {
             name: adapter.model_copy(update={"path": at(adapter.path)}) for name, adapter in self.adapters.items()
         }
+        program = self.backend.bin
+        if program is not None and len(program.parts) > 1:  # a bare name is looked for on the PATH
+            program = at(program)
         http = self.http.model_copy(update={"api_key_file": at(self.http.api_key_file)})
         return self.model_copy(
             update={
@@ -276,6 +311,7 @@ class Config(Strict):
                 "adapter_roots": tuple(folder / root.expanduser() for root in self.adapter_roots),
                 "upload_dir": at(self.upload_dir),
                 "http": http,
+                "backend": self.backend.model_copy(update={"bin": program}),
             }
         )
 

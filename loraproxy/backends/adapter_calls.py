@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from loraproxy.backends.base import Backend
+from loraproxy.backends.base import AdapterHost, Backend
 from loraproxy.config import WorkerAdapter, WorkerSet
 from loraproxy.errors import AdapterChanged, ApiError, Conflict, InvalidAdapterFile, ServerError, WorkerFailed
 
@@ -18,18 +18,24 @@ async def load_adapter(backend: Backend, item: WorkerAdapter) -> int:
     Raises InvalidAdapterFile, AdapterChanged where the file is not the one that was registered, WorkerFailed where
     the worker ended meanwhile, and ServerError.
     """
+    if isinstance(backend, AdapterHost):
+        return await backend.load_adapter(item)
     answer = await _call(backend, "POST", "/internal/adapters", item.model_dump(mode="json"))
     return int(answer["bytes"])
 
 
 async def unload_adapter(backend: Backend, wire_id: int) -> None:
     """Return when the worker has freed the adapter's memory. Raises WorkerFailed and ServerError."""
-    await _call(backend, "DELETE", f"/internal/adapters/{wire_id}")
+    if isinstance(backend, AdapterHost):
+        await backend.unload_adapter(wire_id)
+    else:
+        await _call(backend, "DELETE", f"/internal/adapters/{wire_id}")
 
 
 async def forget_prompts(backend: Backend, wire_id: int) -> None:
     """Drop what the worker's prompt cache has of an adapter. Raises WorkerFailed and ServerError."""
-    await _call(backend, "DELETE", f"/internal/adapters/{wire_id}/prompts")
+    if not isinstance(backend, AdapterHost):
+        await _call(backend, "DELETE", f"/internal/adapters/{wire_id}/prompts")
 
 
 async def change_set(backend: Backend, wanted: WorkerSet) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import aiohttp
 
 from loraproxy.adapters.registry import Bound
+from loraproxy.config import WorkerAdapter
 
 
 @dataclass(frozen=True)
@@ -70,4 +71,17 @@ class KeyedBackend(Backend, Protocol):
         Raises InvalidAdapterFile and AdapterChanged for an adapter, Conflict where a request still runs: it then runs
         what it ran before; WorkerFailed where the worker ended or could not change: end it.
         """
+        ...
+
+
+@runtime_checkable
+class AdapterHost(Protocol):
+    """A backend that sees to its adapters itself, where others are asked over HTTP (``/internal/adapters``)."""
+
+    async def load_adapter(self, item: WorkerAdapter) -> int:
+        """Return when requests can run under it; the bytes it takes. Raises InvalidAdapterFile and ServerError."""
+        ...
+
+    async def unload_adapter(self, wire_id: int) -> None:
+        """No request will ask for it any more."""
         ...

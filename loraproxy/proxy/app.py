@@ -8,6 +8,7 @@ from loraproxy.config import HttpConfig
 from loraproxy.proxy import adapters_api, control, generate
 from loraproxy.proxy.context import ADAPTER_PREFIX, PROXY, Proxy
 from loraproxy.proxy.middleware import cors, errors_as_json, gate, prepare_headers
+from loraproxy.proxy.passthrough import Passthrough
 
 _HANDLERS = {
     ("GET", "/health"): control.health,
@@ -67,10 +68,29 @@ _NOT_SUPPORTED = (
 """What llama-server has and this server has not: answered 501, so that a client learns why."""
 
 
+_BEFORE_LLAMA_SERVER = frozenset(
+    {
+        ("GET", "/metrics"),
+        ("GET", "/models"),
+        ("GET", "/v1/models"),
+        ("GET", "/lora-adapters"),
+        ("POST", "/lora-adapters"),
+    }
+)
+"""What is answered here where a llama-server is behind; all else goes through to it."""
+
+
 def make_app(
-    proxy: Proxy, config: HttpConfig, api_keys: tuple[str, ...], admin: adapters_api.AdminState
+    proxy: Proxy,
+    config: HttpConfig,
+    api_keys: tuple[str, ...],
+    admin: adapters_api.AdminState,
+    passthrough: Passthrough | None = None,
 ) -> web.Application:
-    """The application. ``proxy`` and ``admin`` are what its handlers work with."""
+    """The application. ``proxy`` and ``admin`` are what its handlers work with.
+
+    ``passthrough``: llama-servers are behind, and requests go through to them.
+    """
     app = web.Application(
         middlewares=[errors_as_json, cors(config.cors), gate(proxy.pool, api_keys)],
         client_max_size=config.max_body,
@@ -80,11 +100,16 @@ def make_app(
     app.on_response_prepare.append(prepare_headers(config.cors))
     for prefix in ("", ADAPTER_PREFIX):
         for (method, path), handler in _HANDLERS.items():
+            if passthrough is not None and (method, path) not in _BEFORE_LLAMA_SERVER:
+                continue
             app.router.add_route(method, prefix + path, handler)
             if method == "GET":  # as llama-server; probes of health ask so
                 app.router.add_route("HEAD", prefix + path, handler)
-        for method, path in _NOT_SUPPORTED:
+        for method, path in _NOT_SUPPORTED if passthrough is None else ():
             app.router.add_route(method, prefix + path, control.not_supported)
     for (method, path), handler in adapters_api.HANDLERS.items():
         app.router.add_route(method, path, handler)
+    for prefix in (ADAPTER_PREFIX, "") if passthrough is not None else ():
+        assert passthrough is not None
+        app.router.add_route("*", prefix + "/{path:.*}", passthrough.handle)
     return app

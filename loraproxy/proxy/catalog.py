@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from loraproxy.adapters.background import background_threads
@@ -49,9 +49,30 @@ class Surveyed:
     seen: Fingerprint
 
 
+class AdapterChecks(Protocol):
+    """Whether what is at a path can be used."""
+
+    @property
+    def base_names(self) -> frozenset[str]:
+        """What the base model is called; no adapter may be."""
+        ...
+
+    def name(self, name: str) -> str:
+        """``name`` if an adapter may bear it. Raises InvalidRequest."""
+        ...
+
+    def survey_or_reason(self, name: str, path: Path) -> Surveyed:
+        """What is at ``path``, without its weights. Raises InvalidRequest for the name."""
+        ...
+
+    def read(self, name: str, path: Path) -> AdapterSummary:
+        """What is at ``path``, every weight checked. Raises InvalidAdapterFile."""
+        ...
+
+
 @dataclass(frozen=True)
 class Checks:
-    """What an adapter's files are checked against."""
+    """What an adapter's files are checked against: the base model."""
 
     base: BaseModel
     base_names: frozenset[str]
@@ -88,7 +109,7 @@ class Catalog:
 
     registry: AdapterRegistry
     pool: WorkerPool
-    checks: Checks
+    checks: AdapterChecks
     uploads: UploadFolder
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)

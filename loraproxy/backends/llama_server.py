@@ -1,0 +1,208 @@
+"""llama-server as a backend: servers that run somewhere already, at one or more URLs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from yarl import URL
+
+from loraproxy.backends.base import WorkerExit
+from loraproxy.backends.llama_server_api import LlamaServerClient, Loading, ServedAdapter, match, new_session
+from loraproxy.backends.llama_server_lifeline import lifeline
+from loraproxy.backends.llama_server_places import Place, Places, Reach
+from loraproxy.config import WorkerAdapter
+from loraproxy.errors import ApiError, InvalidAdapterFile, StartFailed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Seconds between two attempts to reach a server that is down: doubled each time."""
+
+    first: float = 0.25
+    longest: float = 5.0
+    loading: float = 0.25
+    """While it says that it is loading its model."""
+    start: float = 10.0
+    """How long a start waits for a server that refuses connections."""
+
+
+class LlamaServers:
+    """What the pool sees as one worker: one or more llama-servers and the requests on them.
+
+    Requests that generate go through :attr:`places`; ``session`` and ``base_url`` are for all others.
+    """
+
+    def __init__(self, api_key: str) -> None:
+        self.api_key = api_key
+        """What the servers want to see of us."""
+        self.places = Places()
+        self._known: dict[int, Path] = {}
+        """The paths of the adapters that the proxy has asked for, by wire id."""
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """Connections to the servers."""
+        assert self._session is not None, "the backend was not started"
+        return self._session
+
+    @property
+    def base_url(self) -> str:
+        """A server that is up. Raises Unavailable."""
+        return self.places.any_up().client.url
+
+    def _client(self, url: str) -> LlamaServerClient:
+        if self._session is None:
+            self._session = new_session(self.api_key)
+        return LlamaServerClient(self._session, url)
+
+    async def _close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+async def look_at(client: LlamaServerClient, place: Place) -> None:
+    """Find out what ``place`` is: its adapters, slots, and whether it takes ``lora``. Raises ApiError, StartFailed."""
+    await client.check_health()
+    place.served = await client.adapters()
+    place.slots = await client.total_slots()
+    place.keyed = bool(place.served) and not await client.takes_lora()
+    place.shown = place.intended = None
+
+
+class UrlServers(LlamaServers):
+    """Servers that run already. Each has the adapters that it was started with."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        api_key: str = "",
+        *,
+        on_adapters: Callable[[], None] = lambda: None,
+        retry: Retry | None = None,
+    ) -> None:
+        """``on_adapters`` is called when the adapters that servers list may be others than before."""
+        super().__init__(api_key)
+        self._urls = tuple(urls)
+        self._on_adapters = on_adapters
+        self._retry = retry or Retry()
+        self._watches: list[asyncio.Task[None]] = []
+
+    @property
+    def served(self) -> tuple[ServedAdapter, ...]:
+        """The adapters that any of the servers lists, each path once."""
+        found = {adapter.path: adapter for place in self.places.all for adapter in reversed(place.served)}
+        order = {adapter.path: None for place in self.places.all for adapter in place.served}
+        return tuple(found[path] for path in order)
+
+    async def start(self) -> None:
+        """Return when one of the servers is ready. Raises StartFailed when none can be reached."""
+        tried = []
+        for url in self._urls:
+            place = Place(self._client(url))
+            self.places.all.append(place)
+            tried.append(asyncio.Event())
+            self._watches.append(asyncio.create_task(self._watch(place, tried[-1])))
+        await asyncio.gather(*(event.wait() for event in tried))
+        if all(place.reach is not Reach.UP for place in self.places.all):
+            raise StartFailed(self.places.down(self.places.all).message)
+
+    async def wait(self) -> WorkerExit:
+        """Never: a server that is down is looked after here."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def stop(self, grace: float) -> None:
+        """Close the connections; the servers stay as they are."""
+        for task in self._watches:
+            task.cancel()
+        if self._watches:
+            await asyncio.wait(self._watches)
+        await self._close()
+
+    async def load_adapter(self, item: WorkerAdapter) -> int:
+        """Know an adapter that a server has loaded; 0, as its memory is the server's. Raises InvalidAdapterFile."""
+        if match(self.served, item.path) is None:
+            raise InvalidAdapterFile(not_loaded(str(item.path), self._urls))
+        self._known[item.id] = item.path
+        for place in self.places.all:
+            self._number(place)
+        return 0
+
+    async def unload_adapter(self, wire_id: int) -> None:
+        """Know it no more."""
+        self._known.pop(wire_id, None)
+        for place in self.places.all:
+            self._number(place)
+
+    def _number(self, place: Place) -> None:
+        found = {wire_id: match(place.served, path) for wire_id, path in self._known.items()}
+        place.ids = {wire_id: adapter.id for wire_id, adapter in found.items() if adapter is not None}
+
+    async def _watch(self, place: Place, tried: asyncio.Event) -> None:
+        """Keep ``place`` true for as long as the backend lives."""
+        loop = asyncio.get_running_loop()
+        delay, give_up = self._retry.first, loop.time() + self._retry.start
+        while True:
+            began = loop.time()
+            try:
+                async with lifeline(URL(place.client.url)) as until_lost:
+                    await self._look_at(place)
+                    tried.set()
+                    delay = self._retry.first
+                    await until_lost()
+                    if loop.time() - began < 1.0:  # something between us and it does not keep connections open
+                        await asyncio.sleep(self._retry.longest)
+                place.reach = Reach.CHECKING
+                continue
+            except Loading as error:
+                self._is_down(place, error.message)
+                await asyncio.sleep(self._retry.loading)
+                continue
+            except OSError as error:
+                reason = error.strerror or str(error) or type(error).__name__
+                self._is_down(place, f"the llama-server at {place.client.url} cannot be reached: {reason}")
+            except ApiError as error:
+                self._is_down(place, error.message)
+            except StartFailed as error:
+                self._is_down(place, str(error))
+                tried.set()
+            if loop.time() >= give_up:
+                tried.set()
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, self._retry.longest)
+
+    async def _look_at(self, place: Place) -> None:
+        before = place.served
+        await look_at(place.client, place)
+        self._number(place)
+        was, place.reach, place.why = place.reach, Reach.UP, ""
+        if was is Reach.DOWN or before != place.served:
+            kind = "one adapter set at a time, as it has no lora field" if place.keyed else "any adapter sets"
+            log.info(
+                "event=up server=%s slots=%d adapters=%d: %s", place.client.url, place.slots, len(place.served), kind
+            )
+        if [a.path for a in before] != [a.path for a in place.served]:
+            self._on_adapters()
+        self.places.pump()
+
+    def _is_down(self, place: Place, why: str) -> None:
+        if place.reach is not Reach.DOWN or place.why != why:
+            log.warning("event=down server=%s: %s", place.client.url, why)
+        place.reach, place.why = Reach.DOWN, why
+        self.places.pump()
+
+
+def not_loaded(path: str, urls: Sequence[str]) -> str:
+    """What to do about an adapter that a server at a URL was not started with."""
+    return (
+        f"the llama-server at {', '.join(urls)} has not loaded {path}; start it with --lora {path}"
+        " (and --lora-init-without-apply), or let loraproxy start it: --backend-bin"
+    )

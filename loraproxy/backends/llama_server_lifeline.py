@@ -1,0 +1,65 @@
+"""A connection that is kept open to a llama-server, so that its end, and a restart, is noticed at once.
+
+A server that was started again with its adapters in another order has other ids for them. Whoever went on with the
+old ones would be answered under the wrong adapters, in silence. The operating system closes a process's connections
+when it ends, so the connection is lost before a new server can listen at the same place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+from yarl import URL
+
+_PING_SECONDS = 2.0
+"""llama-server closes connections that were idle for five seconds."""
+_PATIENCE = 60.0
+"""Seconds without an answer after which the connection counts as lost."""
+_LOST = (OSError, EOFError, LookupError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError)
+
+
+@asynccontextmanager
+async def lifeline(url: URL) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Connect to the server at ``url``; what is yielded returns when the connection is lost. Raises OSError."""
+    context = ssl.create_default_context() if url.scheme == "https" else None
+    reader, writer = await asyncio.open_connection(url.host, url.port, ssl=context)
+
+    async def until_lost() -> None:
+        with suppress(*_LOST):
+            while await asyncio.wait_for(_healthy(url, reader, writer), _PATIENCE):
+                await _idle(reader)
+            await asyncio.sleep(_PING_SECONDS)  # it is loading, or something between does not keep connections open
+
+    try:
+        yield until_lost
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def _healthy(url: URL, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    """One question; whether the answer is good. Raises EOFError where it was the connection's last."""
+    path = f"{url.raw_path.rstrip('/')}/health"
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: {url.host}:{url.port}\r\n\r\n".encode())
+    await writer.drain()
+    status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines if ": " in line)
+    if "content-length" not in headers:
+        return False
+    await reader.readexactly(int(headers["content-length"]))
+    if headers.get("connection") == "close":
+        raise EOFError("it serves so many questions, and no more")
+    return " 200" in status
+
+
+async def _idle(reader: asyncio.StreamReader) -> None:
+    """Return after a while. Raises EOFError when the connection ends."""
+    try:
+        data = await asyncio.wait_for(reader.read(1), _PING_SECONDS)
+    except asyncio.TimeoutError:
+        return
+    raise EOFError("closed" if not data else "an answer to no question")

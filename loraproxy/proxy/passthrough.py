@@ -1,0 +1,273 @@
+"""In front of llama-server: every endpoint and field goes through untouched; adapter selection alone is translated.
+
+A request that generates has its selectors (:mod:`loraproxy.adapters.selectors`) turned into the ``lora`` field that
+its server understands, set into the text of the body; nothing else of it is touched. Answers are copied as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from loraproxy.adapters.sets import BASE, AdapterSet
+from loraproxy.backends.llama_server import LlamaServers
+from loraproxy.backends.llama_server_places import Place
+from loraproxy.errors import ApiError, NotSupported, Unavailable, WorkerFailed
+from loraproxy.pool.worker import Worker
+from loraproxy.proxy.body import parse_object, read_body
+from loraproxy.proxy.context import PROXY
+from loraproxy.proxy.splice import with_member
+
+TAKING_LORA = frozenset(
+    {
+        "/completion",
+        "/completions",
+        "/v1/completions",
+        "/chat/completions",
+        "/v1/chat/completions",
+        "/infill",
+        "/responses",
+        "/v1/responses",
+    }
+)
+"""Where llama-server looks at ``lora`` (tools/server/server-schema.cpp and the endpoints that come to it)."""
+
+UNDER_ITS_SCALES = frozenset(
+    {
+        "/v1/messages",
+        "/embedding",
+        "/embeddings",
+        "/v1/embeddings",
+        "/rerank",
+        "/reranking",
+        "/v1/rerank",
+        "/v1/reranking",
+    }
+)
+"""What llama-server runs under its own scales alone, whatever the body says."""
+
+_OF_A_CONNECTION = frozenset(
+    {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "content-length"}
+)
+_NOT_SENT = _OF_A_CONNECTION | {"host", "expect"}
+_NOT_COPIED = _OF_A_CONNECTION | {"date", "server", "x-request-id"}
+_KEYS = frozenset({"authorization", "x-api-key"})
+
+
+class Upstream:
+    """What is asked of a server: the method, the target with its query, the headers, the body."""
+
+    def __init__(self, request: web.Request, body: bytes | None, keep_key: bool) -> None:
+        self.method = request.method
+        target, prefix = request.rel_url.raw_path, "/lora/"
+        if "adapter" in request.match_info:
+            target = "/" + target.removeprefix(prefix).partition("/")[2]
+        self.path = target
+        query = request.rel_url.raw_query_string
+        self.target = f"{target}?{query}" if query else target
+        dropped = _NOT_SENT if keep_key else _NOT_SENT | _KEYS
+        self.headers = CIMultiDict((n, v) for n, v in request.headers.items() if n.lower() not in dropped)
+        self.body = body
+
+
+class Passthrough:
+    """The handlers. ``keep_key``: the client's API key is for the server, as the proxy asks for none."""
+
+    def __init__(self, keep_key: bool) -> None:
+        self._keep_key = keep_key
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Any request that the proxy does not answer itself."""
+        body = await read_body(request) if request.can_read_body else None
+        upstream = Upstream(request, body, self._keep_key)
+        if request.method == "POST" and upstream.path in TAKING_LORA | UNDER_ITS_SCALES:
+            return await self._generate(request, upstream)
+        proxy = request.app[PROXY]
+        proxy.check_url_adapter(request)
+        if upstream.path in ("/health", "/v1/health"):
+            proxy.pool.check_ready()
+        place = servers_of(proxy.pool.reach()).places.any_up()
+        return await relay(request, place, upstream, headers={})
+
+    async def _generate(self, request: web.Request, upstream: Upstream) -> web.StreamResponse:
+        arrived = perf_counter()
+        proxy = request.app[PROXY]
+        names: dict[int, str] = {}
+        outcome = "error"
+        try:
+            body = parse_object(upstream.body or b"")
+            adapters = proxy.resolve(request, body)
+            names = proxy.names(adapters)
+            label = adapters.label(names)
+            async with proxy.lease(adapters) as (worker, wire):
+                answer = await _run(
+                    request,
+                    servers_of(worker),
+                    wire,
+                    upstream,
+                    body,
+                    label=label,
+                    on_first_bytes=lambda: proxy.metrics.first_token(perf_counter() - arrived),
+                )
+            outcome = _outcome(answer.status)
+            return answer
+        except ApiError as error:
+            outcome = _outcome(error.status)
+            raise
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        finally:
+            proxy.metrics.count(upstream.path, tuple(names.values()), outcome)
+
+
+def servers_of(worker: Worker) -> LlamaServers:
+    """The llama-servers behind the pool's worker."""
+    backend = worker.backend
+    assert isinstance(backend, LlamaServers), "these handlers are for llama-server alone"
+    return backend
+
+
+async def _run(
+    request: web.Request,
+    servers: LlamaServers,
+    wire: AdapterSet,
+    upstream: Upstream,
+    body: Mapping[str, Any],
+    *,
+    label: str,
+    on_first_bytes: Callable[[], None],
+) -> web.StreamResponse:
+    """Send it to a server that is free for it; where that does not accept the connection, to another."""
+    refused: list[Place] = []
+    text = upstream.body or b""
+    while True:
+        async with servers.places.run(wire, refused) as place:
+            if upstream.path in TAKING_LORA:
+                lora = place.lora(wire)
+                upstream.body = text if lora is None else with_member(text, "lora", lora, "lora" in body)
+            elif not place.keyed:
+                await _check_own_scales(place, wire, upstream.path)
+            try:
+                return await relay(request, place, upstream, headers={"X-LoRA": label}, on_first_bytes=on_first_bytes)
+            except Unavailable:
+                if len(refused) + 1 >= len(servers.places.all):
+                    raise
+                refused.append(place)
+
+
+async def _check_own_scales(place: Place, wire: AdapterSet, path: str) -> None:
+    """Raises NotSupported unless the server's own scales are those of ``wire``."""
+    scales = {adapter.id: adapter.scale for adapter in await place.client.adapters()} if place.served else {}
+    if place.scales(wire) != scales:
+        wanted = "adapters" if wire != BASE else "the base model"
+        raise NotSupported(
+            f"llama-server runs {path} under its own scales, which are {scales} by its ids, so {wanted} cannot be"
+            f" chosen there; set them with POST {place.client.url}/lora-adapters, or use /v1/chat/completions"
+        )
+
+
+async def relay(
+    request: web.Request,
+    place: Place,
+    upstream: Upstream,
+    *,
+    headers: Mapping[str, str],
+    on_first_bytes: Callable[[], None] = lambda: None,
+) -> web.StreamResponse:
+    """Send ``upstream`` to the server at ``place`` and copy its answer, with ``headers`` added.
+
+    Raises Unavailable where the server did not accept the connection, so that nothing was sent, and WorkerFailed
+    where it broke the connection before its answer began. Later than that a stream of events ends with an error
+    event, and anything else is cut off.
+    """
+    client = place.client
+    try:
+        answer = await client.session.request(
+            upstream.method,
+            URL(client.url + upstream.target, encoded=True),
+            data=upstream.body,
+            headers=upstream.headers,
+            allow_redirects=False,
+        )
+    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        message = f"the llama-server at {client.url} does not accept connections; try again later"
+        raise Unavailable(message, retry_after=2) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise _broken(place) from error
+    try:
+        merged = CIMultiDict((n, v) for n, v in answer.headers.items() if n.lower() not in _NOT_COPIED)
+        merged.update(headers)
+        if "Content-Length" not in answer.headers or request.method == "HEAD":
+            return await _copy(request, place, answer, merged, on_first_bytes)
+        try:
+            data = await answer.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _broken(place) from error
+        return web.Response(body=data, status=answer.status, reason=answer.reason, headers=merged)
+    finally:
+        answer.release()
+
+
+async def _copy(
+    request: web.Request,
+    place: Place,
+    answer: aiohttp.ClientResponse,
+    headers: CIMultiDict[str],
+    on_first_bytes: Callable[[], None],
+) -> web.StreamResponse:
+    """Copy as it comes. The loop runs for every token of every stream: one read, one write, nothing else."""
+    response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+    if request.method == "HEAD" and (length := answer.headers.get("Content-Length")):
+        response.headers["Content-Length"] = length
+    read, write = answer.content.readany, response.write
+    try:
+        await response.prepare(request)
+        first = True
+        while True:
+            try:
+                chunk = await read()
+            except (aiohttp.ClientError, OSError):
+                await _cut_off(request, response, answer, _broken(place))
+                break
+            if not chunk:
+                break
+            if first:
+                first = False
+                on_first_bytes()
+            await write(chunk)
+        await response.write_eof()
+    except ConnectionResetError:
+        pass  # writing failed: the client is gone; the caller closes the connection to the server, which then stops
+    return response
+
+
+async def _cut_off(
+    request: web.Request, response: web.StreamResponse, answer: aiohttp.ClientResponse, error: ApiError
+) -> None:
+    """The server broke off its answer: tell the client, which must not take it for the whole."""
+    if answer.content_type == "text/event-stream":
+        await response.write(b"data: " + json.dumps(error.body()).encode() + b"\n\n")
+    elif request.transport is not None:
+        request.transport.abort()
+        raise ConnectionResetError
+
+
+def _broken(place: Place) -> WorkerFailed:
+    return WorkerFailed(f"the llama-server at {place.client.url} broke the connection while it worked on this request")
+
+
+def _outcome(status: int) -> str:
+    if status < 400:
+        return "ok"
+    if status < 500:
+        return "refused"
+    return "unavailable" if status == 503 else "error"

@@ -364,7 +364,7 @@ class WorkerApp:
         item = await read_adapter_item(request)
         self.engine.refuse_unless_shared()
         weights = await self.engine.loader.load(item)
-        await self.engine.add_adapter(item.id, weights)
+        self.engine.add_adapter(item.id, weights)
         self._adapters[item.id] = item
         logger.debug("event=adapter_loaded id=%d name=%s bytes=%d", item.id, item.name, weights.nbytes)
         return json_response({"bytes": weights.nbytes})

@@ -55,6 +55,8 @@ class Engine:
         self.loader = AdapterLoader(settings.model, runtime.delta)
         self.adapters: set[int] = set()
         """The ids that new generations may use. The event loop's."""
+        self._held: set[int] = set()
+        """The ids that are in memory; the event loop adds, the engine's thread removes."""
         self._changing = asyncio.Lock()
         self._leaving: dict[int, Future[None]] = {}
         """Ids that no new generation uses, and who waits until their memory is free. The engine thread's."""
@@ -86,6 +88,7 @@ class Engine:
         for item in settings.adapters:
             runtime.delta.insert(item.id, engine.loader.read(item))
             engine.adapters.add(item.id)
+            engine._held.add(item.id)
         engine._thread.start()
         return engine
 
@@ -173,15 +176,16 @@ class Engine:
         if self.runtime.graph is not None:
             raise Conflict("this worker runs one adapter set at a time: PUT /internal/set tells it which")
 
-    async def add_adapter(self, adapter_id: int, weights: _native.AdapterWeights) -> None:
-        """Make ``weights`` usable as ``adapter_id``, from the next step on. Raises InvalidRequest if it is taken."""
-        await self._between_steps(lambda: self._insert(adapter_id, weights))
-        self.adapters.add(adapter_id)
+    def add_adapter(self, adapter_id: int, weights: _native.AdapterWeights) -> None:
+        """Make ``weights`` usable as ``adapter_id``. Raises InvalidRequest if it is taken.
 
-    def _insert(self, adapter_id: int, weights: _native.AdapterWeights) -> None:
-        if adapter_id in self._leaving or self.runtime.delta.nbytes(adapter_id):
+        They enter between two steps, which need not be waited for: a generation that is put later comes later.
+        """
+        if adapter_id in self._held:
             raise InvalidRequest(f"adapter id {adapter_id} is taken")
-        self.runtime.delta.insert(adapter_id, weights)
+        self._held.add(adapter_id)
+        self.adapters.add(adapter_id)
+        self._inbox.put((lambda: self.runtime.delta.insert(adapter_id, weights), Future()))
 
     async def remove_adapter(self, adapter_id: int) -> None:
         """Refuse new generations under ``adapter_id``, and return when the last running one ended and its memory is
@@ -210,6 +214,7 @@ class Engine:
         used = {i for s in self._stepper.sequences() for i, _ in s.generation.adapters.entries}
         for adapter_id in self._leaving.keys() - used:
             self.runtime.delta.remove(adapter_id)
+            self._held.discard(adapter_id)
             freed = self._leaving.pop(adapter_id)
             with suppress(InvalidStateError):  # nobody waits any more
                 freed.set_result(None)

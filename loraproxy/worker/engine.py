@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # at run time llama_cpp must come first: delta.py sees to it
 
 log = logging.getLogger("loraproxy.engine")
 
-_SHARE_OF_LOADS = 0.35
+_SHARE_OF_LOADS = 0.3
 """While an adapter loads, a step's tokens come later by this share of the usual time between two."""
 _WEIGHT_OF_ONE_STEP = 0.1
 

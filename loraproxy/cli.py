@@ -53,6 +53,9 @@ _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("--ubatch-size", "-ub"), "engine.ubatch_size", "N", "physical batch size (512)"),
     (("--gpu-layers", "-ngl", "--n-gpu-layers"), "engine.gpu_layers", "N", "layers on the GPU, or `all` (0)"),
     (("--cache-ram", "-cram"), "engine.cache_ram", "MIB", "memory for the prompt cache in MiB; 0 disables it (512)"),
+    (("--backend",), "backend.kind", "KIND", "what generates: embedded or llama-server (embedded)"),
+    (("--backend-bin",), "backend.bin", "PROGRAM", "a llama-server to start; its own arguments may follow after --"),
+    (("--backend-api-key",), "backend.api_key", "KEY", "what the llama-servers at --backend-url ask for"),
 )
 """Options that set one key of the configuration: their spellings, the key, and the help."""
 
@@ -223,6 +226,13 @@ def serve_parser() -> _Parser:
     parser.add_argument("--lora-init-without-apply", action="store_true", help="register --lora adapters at scale 0")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="repeatable, or comma-separated")
     parser.add_argument(
+        "--backend-url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a llama-server that runs already, with --backend llama-server; repeatable",
+    )
+    parser.add_argument(
         "--adapter-root",
         action="append",
         default=[],
@@ -241,7 +251,9 @@ def serve_parser() -> _Parser:
 
 def config_from_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Namespace]:
     """The configuration of ``loraproxy serve``: the file's, overridden by the options. Raises ConfigError."""
-    options = serve_parser().parse(normalise(arguments))
+    own = list(arguments)
+    own, passed_on = (own[: own.index("--")], own[own.index("--") + 1 :]) if "--" in own else (own, [])
+    options = serve_parser().parse(normalise(own))
     base = load_config(options.config) if options.config else Config()
     overrides = dict(options.overrides)
     if options.load_mode:
@@ -249,12 +261,16 @@ def config_from_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Na
     keys = [key for given in options.api_key for key in given.split(",") if key]
     if keys:
         overrides["http.api_keys"] = keys
+    if options.backend_url:
+        overrides["backend.urls"] = options.backend_url
+    if passed_on:
+        overrides["backend.args"] = passed_on
     if options.adapter_root:
         overrides["adapter_roots"] = options.adapter_root
     data = _merge(base, overrides)
     data["adapters"] = _merge_adapters(data["adapters"], options)
     config = check_config(data, "command line", _OPTION_OF)
-    if config.model is None:
+    if config.model is None and not config.backend.urls:
         raise ConfigError("no base model: give --model FILE, or `model:` in the configuration file")
     return config, options
 

@@ -85,10 +85,10 @@ class UrlServers(LlamaServers):
         urls: Sequence[str],
         api_key: str = "",
         *,
-        on_adapters: Callable[[], None] = lambda: None,
+        on_adapters: Callable[[tuple[ServedAdapter, ...]], None] = lambda _: None,
         retry: Retry | None = None,
     ) -> None:
-        """``on_adapters`` is called when the adapters that servers list may be others than before."""
+        """``on_adapters`` is called with all that the servers list whenever that may have changed."""
         super().__init__(api_key)
         self._urls = tuple(urls)
         self._on_adapters = on_adapters
@@ -190,7 +190,7 @@ class UrlServers(LlamaServers):
                 "event=up server=%s slots=%d adapters=%d: %s", place.client.url, place.slots, len(place.served), kind
             )
         if [a.path for a in before] != [a.path for a in place.served]:
-            self._on_adapters()
+            self._on_adapters(self.served)
         self.places.pump()
 
     def _is_down(self, place: Place, why: str) -> None:

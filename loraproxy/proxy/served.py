@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,12 @@ class ServedAdapters:
     wanted: dict[str, Path] = field(default_factory=dict)
     """Names from the configuration, and the paths that were given with them."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def update(self, served: tuple[ServedAdapter, ...]) -> None:
+        """The servers list ``served`` now."""
+        if [adapter.path for adapter in served] != [adapter.path for adapter in self.served]:
+            self.served = served
+            self.changed.set()
 
     def name(self, name: str) -> str:
         """``name`` if an adapter may bear it. Raises InvalidRequest."""
@@ -94,15 +100,11 @@ class ServedAdapters:
         except InvalidRequest as error:
             raise StartFailed(error.message) from error
 
-    async def follow(self, catalog: Catalog, servers: Callable[[], UrlServers | None]) -> None:
+    async def follow(self, catalog: Catalog) -> None:
         """Keep the catalog as the servers list it, until cancelled."""
         while True:
             await self.changed.wait()
             self.changed.clear()
-            backend = servers()
-            if backend is None or backend.served == self.served:
-                continue
-            self.served = backend.served
             names = self.names()
             for gone in [a.name for a in catalog.registry if a.name not in names]:
                 await catalog.remove(gone)

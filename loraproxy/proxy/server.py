@@ -10,29 +10,34 @@ import os
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from loraproxy.adapters.base_model import BaseModel
+from loraproxy.adapters.folder import Listing
 from loraproxy.adapters.read import Unsupported
 from loraproxy.adapters.registry import AdapterRegistry, Source, Version
 from loraproxy.adapters.roots import AllowedRoots
 from loraproxy.adapters.uploads import UploadFolder, default_upload_folder
+from loraproxy.backends.base import Backend
 from loraproxy.backends.embedded import EmbeddedWorker
 from loraproxy.config import Config, HttpConfig, WorkerSettings
 from loraproxy.errors import ApiError, StartFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.pool import AdapterLimits, WorkerPool
+from loraproxy.proxy import fronting
 from loraproxy.proxy.adapters_api import AdminState
 from loraproxy.proxy.app import make_app
-from loraproxy.proxy.catalog import Catalog, Checks
+from loraproxy.proxy.catalog import AdapterChecks, Catalog, Checks
 from loraproxy.proxy.connections import raise_open_files_limit, server_log
 from loraproxy.proxy.context import Proxy
 from loraproxy.proxy.loading import register_configured, register_folder, register_uploads
 from loraproxy.proxy.middleware import api_keys
+from loraproxy.proxy.passthrough import Passthrough
+from loraproxy.proxy.served import ServedAdapters
 from loraproxy.proxy.watching import Watcher
 
 log = logging.getLogger(__name__)
@@ -48,6 +53,8 @@ class _Server:
     proxy: Proxy
     admin: AdminState
     watcher: Watcher | None
+    served: ServedAdapters | None = None
+    """Where llama-servers at URLs say which adapters there are."""
 
 
 def run(config: Config, announce: Callable[[str], None]) -> int:
@@ -66,6 +73,8 @@ def run(config: Config, announce: Callable[[str], None]) -> int:
 
 def _prepare(config: Config) -> _Server:
     """What needs no event loop: check the adapter files, and lay out the worker's settings. Raises StartFailed."""
+    if config.backend.urls:
+        return _prepare_for_urls(config)
     assert config.model is not None
     model = config.model.absolute()
     if not model.is_file():
@@ -76,10 +85,32 @@ def _prepare(config: Config) -> _Server:
     register_configured(config, registry, checks)
     listing = register_folder(config, registry, checks)
     register_uploads(uploads, registry, checks)
+    if config.backend.bin is not None:
+        return _assemble(config, registry, checks, uploads, listing, fronting.spawned(config, model, registry))
     settings = _worker_settings(config, model)
+    return _assemble(config, registry, checks, uploads, listing, lambda: EmbeddedWorker(settings))
+
+
+def _prepare_for_urls(config: Config) -> _Server:
+    """Likewise where llama-servers run already: they say which adapters there are. Raises StartFailed."""
+    registry = AdapterRegistry()
+    served, make_backend = fronting.at_urls(config, registry)
+    uploads = UploadFolder(config.upload_dir or default_upload_folder(Path(config.backend.urls[0])))
+    server = _assemble(config, registry, served, uploads, Listing(), make_backend)
+    return replace(server, served=served)
+
+
+def _assemble(
+    config: Config,
+    registry: AdapterRegistry,
+    checks: AdapterChecks,
+    uploads: UploadFolder,
+    listing: Listing,
+    make_backend: Callable[[], Backend],
+) -> _Server:
     metrics = Metrics(lambda: pool.in_flight, lambda: pool.restarts)
     pool = WorkerPool(
-        lambda: EmbeddedWorker(settings),
+        make_backend,
         metrics,
         slots=config.engine.parallel,
         max_queue=config.http.max_queue,
@@ -129,13 +160,14 @@ def _worker_settings(config: Config, model: Path) -> WorkerSettings:
 async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announce: Callable[[str], None]) -> None:
     proxy = server.proxy
     stop, hurry = _watch_signals()
-    app = make_app(proxy, config.http, keys, server.admin)
+    passthrough = None if config.backend.kind == "embedded" else Passthrough(keep_key=not keys)
+    app = make_app(proxy, config.http, keys, server.admin, passthrough)
     # handler_cancellation: a client that goes away cancels its handler, which closes the worker's connection.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1, logger=server_log())
     await runner.setup()
     try:
         site, url = await _listen(runner, config.http)
-        log.info("loading %s", config.model)
+        log.info("loading %s", config.model or ", ".join(config.backend.urls))
         if await _unless(stop, proxy.pool.start(_configured(proxy.registry))):
             announce(url)
             await _unless(stop, _follow(server))
@@ -159,7 +191,8 @@ async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announc
 async def _follow(server: _Server) -> None:
     """Read what was registered unread, and keep the catalog as the watched folder is, until cancelled."""
     watching = server.watcher.run() if server.watcher else asyncio.Event().wait()
-    await asyncio.gather(server.proxy.catalog.read_pending(), watching)
+    serving = server.served.follow(server.proxy.catalog) if server.served else asyncio.Event().wait()
+    await asyncio.gather(server.proxy.catalog.read_pending(), watching, serving)
 
 
 def _configured(registry: AdapterRegistry) -> list[Version]:

@@ -126,6 +126,10 @@ class Unavailable(ApiError):
         self.retry_after = retry_after
 
 
+class WorkerUnreached(Unavailable):
+    """The worker saw nothing of this request, so that it may be tried once more, elsewhere."""
+
+
 class StartFailed(Exception):
     """The server cannot start; the message is what the command line prints, without a traceback."""
 

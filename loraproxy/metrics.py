@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -49,6 +49,45 @@ class Metrics:
         self._evictions = Counter(
             "loraproxy_adapter_evictions", "Adapters unloaded to make room for others", registry=self._registry
         )
+
+        self._queue_time = Histogram(
+            "loraproxy_queue_seconds",
+            "From a request's admission until it has a worker",
+            buckets=_TTFT_BUCKETS,
+            registry=self._registry,
+        )
+        self._spawns = Counter("loraproxy_worker_spawns", "Workers started", registry=self._registry)
+        self._deaths = Counter("loraproxy_worker_deaths", "Workers that ended by themselves", registry=self._registry)
+        self._drains = Counter("loraproxy_worker_drains", "Workers drained", registry=self._registry)
+        self._changes = Counter(
+            "loraproxy_worker_changes", "Workers given another adapter set", registry=self._registry
+        )
+
+    def watch_workers(self, states: tuple[str, ...], count: Callable[[], Mapping[str, int]]) -> None:
+        """Show how many workers are in each of ``states``; ``count`` is read whenever the metrics are."""
+        gauge = Gauge("loraproxy_workers", "Workers by state", ["state"], registry=self._registry)
+        for state in states:
+            gauge.labels(state).set_function(lambda state=state: count().get(state, 0))  # type: ignore[misc]
+
+    def worker_spawned(self) -> None:
+        """A worker was started."""
+        self._spawns.inc()
+
+    def worker_died(self) -> None:
+        """A worker ended by itself."""
+        self._deaths.inc()
+
+    def worker_drained(self) -> None:
+        """A worker takes no new requests, to be changed or ended."""
+        self._drains.inc()
+
+    def worker_changed(self) -> None:
+        """A worker runs another adapter set."""
+        self._changes.inc()
+
+    def queued(self, seconds: float) -> None:
+        """A request has its worker, ``seconds`` after it was admitted."""
+        self._queue_time.observe(seconds)
 
     def watch_adapters(
         self, registered: Callable[[], float], resident_bytes: Callable[[], float], waiting: Callable[[], float]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,6 @@ class KeyedBench:
         folder: Path = Path("/nowhere"),
         *,
         slots: int = 2,
-        preload: Callable[[], Sequence[Bound]] = tuple,
         quantum: Quantum | None = None,
         backoff: Backoff | None = None,
         patience: Patience | None = None,
@@ -167,12 +166,16 @@ class KeyedBench:
             self.metrics,
             limits=Limits(**limits),
             quantum=quantum or Quantum(leases=slots, seconds=2.0),
-            preload=preload,
+            preload=lambda: self.warm,
             backoff=backoff,
             patience=patience,
             clock=self.clock,
         )
         self.tasks: list[asyncio.Task[Any]] = []
+        self.warm: list[Bound] = []
+
+    def keep_warm(self, *names: str) -> None:
+        self.warm = [self.bound(name) for name in names]
 
     def _make(self) -> Any:
         self.backends.append(ScriptedBackend(self, len(self.backends)))
@@ -243,6 +246,7 @@ class Request:
     async def _run(self) -> None:
         async with AsyncExitStack() as stack:
             worker = await stack.enter_async_context(self.bench.pool.lease(self.bound))
+            assert worker.reachable, "it is known to have ended"
             backend: Any = worker.backend
             assert backend.has == self.bound.adapters, "its worker runs another set"
             self.worker = backend

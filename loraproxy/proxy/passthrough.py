@@ -20,7 +20,7 @@ from yarl import URL
 from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.backends.llama_server import LlamaServers
 from loraproxy.backends.llama_server_places import Place
-from loraproxy.errors import ApiError, NotSupported, Unavailable, WorkerFailed
+from loraproxy.errors import ApiError, InvalidRequest, NotSupported, Unavailable, WorkerFailed
 from loraproxy.pool.worker import Worker
 from loraproxy.proxy.body import parse_object, read_body
 from loraproxy.proxy.context import PROXY
@@ -88,25 +88,29 @@ class Passthrough:
         """Any request that the proxy does not answer itself."""
         body = await read_body(request) if request.can_read_body else None
         upstream = Upstream(request, body, self._keep_key)
-        if request.method == "POST" and upstream.path in TAKING_LORA | UNDER_ITS_SCALES:
-            return await self._generate(request, upstream)
         proxy = request.app[PROXY]
+        if request.method == "POST":
+            if upstream.path in TAKING_LORA:
+                return await self._generate(request, upstream, parse_object(body or b""))
+            if upstream.path in UNDER_ITS_SCALES and (parsed := _object_or_none(body)) is not None:
+                return await self._generate(request, upstream, parsed)
         proxy.check_url_adapter(request)
         if upstream.path in ("/health", "/v1/health"):
             proxy.pool.check_ready()
         place = servers_of(proxy.pool.reach()).places.any_up()
         return await relay(request, place, upstream, headers={})
 
-    async def _generate(self, request: web.Request, upstream: Upstream) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, upstream: Upstream, body: dict[str, Any]) -> web.StreamResponse:
         arrived = perf_counter()
         proxy = request.app[PROXY]
         names: dict[int, str] = {}
         outcome = "error"
         try:
-            body = parse_object(upstream.body or b"")
             adapters = proxy.resolve(request, body)
             names = proxy.names(adapters)
-            label = adapters.label(names)
+            headers = {"X-LoRA": adapters.label(names)}
+            if upstream.path in UNDER_ITS_SCALES and not _selects(request, body, adapters):
+                headers = {}  # whatever the server runs it under
             async with proxy.lease(adapters) as (worker, wire):
                 answer = await _run(
                     request,
@@ -114,7 +118,7 @@ class Passthrough:
                     wire,
                     upstream,
                     body,
-                    label=label,
+                    headers=headers,
                     on_first_bytes=lambda: proxy.metrics.first_token(perf_counter() - arrived),
                 )
             outcome = _outcome(answer.status)
@@ -127,6 +131,19 @@ class Passthrough:
             raise
         finally:
             proxy.metrics.count(upstream.path, tuple(names.values()), outcome)
+
+
+def _object_or_none(body: bytes | None) -> dict[str, Any] | None:
+    try:
+        return parse_object(body or b"")
+    except InvalidRequest:
+        return None  # the server says what is wrong with it
+
+
+def _selects(request: web.Request, body: Mapping[str, Any], adapters: AdapterSet) -> bool:
+    """Whether the request itself says what it runs under."""
+    said = (body.get("lora"), body.get("adapter_id"), request.match_info.get("adapter"))
+    return any(value is not None for value in said) or adapters != BASE
 
 
 def servers_of(worker: Worker) -> LlamaServers:
@@ -143,7 +160,7 @@ async def _run(
     upstream: Upstream,
     body: Mapping[str, Any],
     *,
-    label: str,
+    headers: Mapping[str, str],
     on_first_bytes: Callable[[], None],
 ) -> web.StreamResponse:
     """Send it to a server that is free for it; where that does not accept the connection, to another."""
@@ -154,10 +171,10 @@ async def _run(
             if upstream.path in TAKING_LORA:
                 lora = place.lora(wire)
                 upstream.body = text if lora is None else with_member(text, "lora", lora, "lora" in body)
-            elif not place.keyed:
+            elif not place.keyed and headers:
                 await _check_own_scales(place, wire, upstream.path)
             try:
-                return await relay(request, place, upstream, headers={"X-LoRA": label}, on_first_bytes=on_first_bytes)
+                return await relay(request, place, upstream, headers=headers, on_first_bytes=on_first_bytes)
             except Unavailable:
                 if len(refused) + 1 >= len(servers.places.all):
                     raise

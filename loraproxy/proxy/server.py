@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -95,7 +96,8 @@ def _prepare_for_urls(config: Config) -> _Server:
     """Likewise where llama-servers run already: they say which adapters there are. Raises StartFailed."""
     registry = AdapterRegistry()
     served, make_backend = fronting.at_urls(config, registry)
-    uploads = UploadFolder(config.upload_dir or default_upload_folder(Path(config.backend.urls[0])))
+    # servers that run already cannot be given files, so every upload is refused when it was read
+    uploads = UploadFolder(config.upload_dir or Path(tempfile.gettempdir(), f"loraproxy-uploads-{os.getpid()}"))
     server = _assemble(config, registry, served, uploads, Listing(), make_backend)
     return replace(server, served=served)
 

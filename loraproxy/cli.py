@@ -55,6 +55,9 @@ _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("--cache-ram", "-cram"), "engine.cache_ram", "MIB", "memory for the prompt cache in MiB; 0 disables it (512)"),
     (("--backend",), "backend.kind", "KIND", "what generates: embedded or llama-server (embedded)"),
     (("--backend-bin",), "backend.bin", "PROGRAM", "a llama-server to start; its own arguments may follow after --"),
+    (("--max-workers",), "pool.max_workers", "N", "workers that run one adapter set each at once (4)"),
+    (("--memory-budget",), "pool.memory_budget", "SIZE", "memory for all such workers; 0: no limit (0)"),
+    (("--idle-timeout",), "pool.idle_timeout", "TIME", "such a worker ends when nobody uses it for so long (5m)"),
     (("--backend-api-key",), "backend.api_key", "KEY", "what the llama-servers at --backend-url ask for"),
 )
 """Options that set one key of the configuration: their spellings, the key, and the help."""
@@ -233,6 +236,13 @@ def serve_parser() -> _Parser:
         help="a llama-server that runs already, with --backend llama-server; repeatable",
     )
     parser.add_argument(
+        "--preload",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an adapter that has a worker at all times, where workers run one set each; repeatable",
+    )
+    parser.add_argument(
         "--adapter-root",
         action="append",
         default=[],
@@ -265,6 +275,8 @@ def config_from_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Na
         overrides["backend.urls"] = options.backend_url
     if passed_on:
         overrides["backend.args"] = passed_on
+    if options.preload:
+        overrides["pool.preload"] = options.preload
     if options.adapter_root:
         overrides["adapter_roots"] = options.adapter_root
     data = _merge(base, overrides)

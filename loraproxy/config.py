@@ -250,6 +250,25 @@ class BackendConfig(Strict):
         return self
 
 
+class PoolConfig(Strict):
+    """Workers that run one adapter set at a time: how many there are, and how long they stay."""
+
+    max_workers: int = Field(default=4, ge=1, le=256, description="Workers that run at once.")
+    memory_budget: Size = Field(
+        default=0,
+        ge=0,
+        description="Memory for all workers, by estimate, the base model's file counted once. 0: no limit.",
+    )
+    idle_timeout: Duration = Field(
+        default=300.0,
+        ge=0,
+        description="A worker that nobody uses for so long ends, the last one excepted. 0: they stay.",
+    )
+    preload: tuple[str, ...] = Field(
+        default=(), description="Adapters that have a worker at all times; `base` is the base model."
+    )
+
+
 class Config(Strict):
     """The configuration file of ``loraproxy serve``; the command line overrides it."""
 
@@ -283,6 +302,7 @@ class Config(Strict):
     strict_models: bool = Field(default=False, description="Refuse requests whose `model` is neither base nor adapter.")
     http: HttpConfig = HttpConfig()
     backend: BackendConfig = BackendConfig()
+    pool: PoolConfig = PoolConfig()
     engine: EngineConfig = EngineConfig()
 
     @property

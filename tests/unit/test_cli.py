@@ -52,6 +52,12 @@ def test_the_options_for_adapters_that_come_and_go(tmp_path):
     assert config("--config", str(file)).adapters["a"].description == "who it is"
 
 
+def test_the_options_for_workers_that_run_one_set_each():
+    pool = config(*split("--max-workers 2 --memory-budget 4G --idle-timeout 10m --preload a --preload base")).pool
+    assert (pool.max_workers, pool.memory_budget, pool.idle_timeout) == (2, 4 * 1024**3, 600)
+    assert pool.preload == ("a", "base")
+
+
 def test_underscores_are_read_as_dashes_as_llama_server_does():
     assert config("--ctx_size", "512").engine.ctx_size == 512
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from loraproxy.config import Config, ConfigError, load_config
+from loraproxy.config import Config, ConfigError, PoolConfig, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -34,7 +34,7 @@ def test_every_example_loads(path):
 def test_the_game_server_example_shows_every_key_and_marks_what_is_not_the_default():
     text = (CONFIGS / "game-server.yaml").read_text()
     config = load_config(CONFIGS / "game-server.yaml")
-    for name, section in (("http", config.http), ("engine", config.engine)):
+    for name, section in (("http", config.http), ("pool", config.pool), ("engine", config.engine)):
         assert type(section).model_fields.keys() - {"api_key_file"} <= section.model_fields_set, name
         default = type(section)()
         changed = {key for key in type(section).model_fields if getattr(section, key) != getattr(default, key)}
@@ -54,6 +54,12 @@ def test_paths_are_relative_to_the_file(tmp_path):
     config = load_config(write(tmp_path, "adapters_dir: d\nadapter_roots: [a, /b]\nupload_dir: ~/u"))
     assert (config.adapters_dir, config.adapter_roots) == (tmp_path / "d", (tmp_path / "a", Path("/b")))
     assert config.upload_dir == Path.home() / "u"
+
+
+def test_the_pools_keys(tmp_path):
+    config = load_config(write(tmp_path, "pool: {max_workers: 2, memory_budget: 3G, idle_timeout: 1h, preload: [a]}"))
+    assert config.pool == PoolConfig(max_workers=2, memory_budget=3 * 1024**3, idle_timeout=3600, preload=("a",))
+    assert "pool.max_workers: should be greater than or equal to 1" in fault(tmp_path, "pool: {max_workers: 0}")
 
 
 def test_sizes_and_durations_have_units(tmp_path):

@@ -28,6 +28,12 @@ _SOCKET_PATH_LIMIT = 103
 _HEALTH_INTERVAL = 0.05
 _LAST_LINES = 20
 _LINE_LIMIT = 4096
+_ENVIRONMENT = {
+    # ggml would attach a debugger, which may take long and ask the network for symbols
+    "GGML_NO_BACKTRACE": "1",
+    # glibc: adapters that come and go leave holes in each thread's arena, half as much again as they take themselves
+    "MALLOC_ARENA_MAX": "1",
+}
 _WORKER_RECORD = re.compile(r"[\d-]{10} [\d:,.]+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ (.*)")
 """A line of the worker's own log; all else is llama.cpp's chatter, for --verbose, or last words."""
 
@@ -89,8 +95,7 @@ class EmbeddedWorker:
             stdout=PIPE,
             stderr=STDOUT,
             start_new_session=True,
-            # ggml would attach a debugger, which may take long and ask the network for symbols
-            env={"GGML_NO_BACKTRACE": "1", **os.environ},
+            env={**_ENVIRONMENT, **os.environ},
         )
         self._output = asyncio.create_task(self._forward_output(self._process))
         self._session = aiohttp.ClientSession(

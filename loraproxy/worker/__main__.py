@@ -22,6 +22,7 @@ from loraproxy.config import WorkerSettings
 from loraproxy.errors import ApiError
 from loraproxy.worker.app import WorkerApp
 from loraproxy.worker.engine import Engine
+from loraproxy.worker.heap import keep_heap_small
 
 logger = logging.getLogger("loraproxy.worker")
 
@@ -115,6 +116,8 @@ def clear_up_for_the_parent(settings_file: Path) -> None:
 async def _run(settings_file: Path) -> None:
     """Serve until a signal or the parent's end. Raises what read_settings and :meth:`Engine.load` raise."""
     settings = read_settings(settings_file)
+    if settings.lora_mode == "graph":
+        keep_heap_small()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from loraproxy.config import WorkerSetMember, WorkerSettings
 from loraproxy.errors import ApiError, Conflict, ContextExceeded, InvalidRequest, ServerError
 from loraproxy.worker.graph_lora import GraphLora, StagedAdapter
+from loraproxy.worker.heap import give_back_free_memory
 from loraproxy.worker.loader import AdapterLoader
 from loraproxy.worker.model import Model, ModelLoadError
 from loraproxy.worker.runtime import Runtime
@@ -166,6 +167,7 @@ class Engine:
     def _activate(self, graph: GraphLora, staged: list[StagedAdapter]) -> None:
         self._check_idle()
         graph.activate(staged)
+        give_back_free_memory()
 
     def _check_idle(self) -> None:
         if not self._stepper.is_idle():

@@ -20,7 +20,7 @@ from loraproxy.adapters.registry import AdapterRegistry, RegisteredAdapter, Sour
 from loraproxy.adapters.tensors import AdapterSummary
 from loraproxy.adapters.uploads import About, UploadFolder
 from loraproxy.errors import Conflict, InvalidAdapterFile, InvalidRequest, ServerError, Unavailable
-from loraproxy.pool.pool import WorkerPool
+from loraproxy.pool.base import Pool
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Catalog:
     """
 
     registry: AdapterRegistry
-    pool: WorkerPool
+    pool: Pool
     checks: AdapterChecks
     uploads: UploadFolder
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)

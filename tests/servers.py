@@ -178,18 +178,21 @@ def llama_server_command() -> tuple[list[str], dict[str, str]]:
     return [str(skulk.binary_path()), "--device", "none"], skulk.launch_environment()
 
 
-def spawn_llama_server(folder: Path, arguments: Sequence[str]) -> Server:
-    """Start a real llama-server with ``arguments`` on a free port; it may still be loading. Raises PeerUnavailable."""
+def spawn_llama_server(folder: Path, arguments: Sequence[str], port: int = 0) -> Server:
+    """Start a real llama-server with ``arguments`` on ``port`` (0: a free one); it may still be loading.
+
+    Raises PeerUnavailable.
+    """
     command, environment = llama_server_command()
-    port, log = free_port(), folder / "llama-server.log"
+    port, log = port or free_port(), folder / "llama-server.log"
     fixed = ["--host", "127.0.0.1", "--port", str(port), "--no-repack"]
     return Server(spawn([*command, *arguments, *fixed], log, environment), log, port=port)
 
 
 @contextmanager
-def running_llama_server(folder: Path, arguments: Sequence[str]) -> Iterator[Server]:
+def running_llama_server(folder: Path, arguments: Sequence[str], port: int = 0) -> Iterator[Server]:
     """A real llama-server that is ready, ended when the block ends. Raises PeerUnavailable if it does not run here."""
-    server = spawn_llama_server(folder, arguments)
+    server = spawn_llama_server(folder, arguments, port)
     try:
         try:
             server.wait_until_healthy()

@@ -50,6 +50,8 @@ class Place:
     running: int = 0
     intended: AdapterSet | None = None
     """Of a keyed server: the set it runs or will next; None: not known."""
+    draining: bool = False
+    """Of a keyed server: it is to change when what runs has ended."""
     shown: AdapterSet | None = None
     """Of a keyed server: the set that was last set on it."""
     unused: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,6 +80,7 @@ class Place:
     async def become(self, adapters: AdapterSet) -> None:
         """Of a keyed server on which nothing else runs: change to ``adapters``. Raises WorkerFailed, Unavailable."""
         async with self._changing:
+            self.draining = False
             if self.shown == adapters:
                 return
             self.shown = None
@@ -85,6 +88,12 @@ class Place:
             await self.client.set_scales(scales)
             log.info("event=changed server=%s scales=%s", self.client.url, scales)
             self.shown = adapters
+
+    def drain_for(self, adapters: AdapterSet) -> None:
+        """Of a keyed server: another set waits for it; nothing new is let in until what runs has ended."""
+        if self.intended != adapters and not self.draining:
+            self.draining = True
+            log.info("event=draining server=%s running=%d", self.client.url, self.running)
 
     def free_for(self, adapters: AdapterSet) -> bool:
         """Whether a request under ``adapters`` may start now."""
@@ -165,7 +174,10 @@ class Places:
                 if not queue:
                     del self._queues[adapters]
                     continue
-                held |= {place for place in self.all if place.keyed and place.has(adapters)}
+                for place in self.all:
+                    if place.keyed and place.has(adapters):
+                        held.add(place)
+                        place.drain_for(adapters)
                 if let_in:
                     self._queues.move_to_end(adapters)
                     progress = True

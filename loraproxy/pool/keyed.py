@@ -55,7 +55,7 @@ class KeyedPool:
         quantum: Quantum | None = None,
         backoff: Backoff | None = None,
         patience: Patience | None = None,
-        preload: Callable[[], Sequence[Bound]] = tuple,
+        preload: Callable[[], Sequence[Bound]] | None = None,
         clock: Clock | None = None,
     ) -> None:
         """``preload`` tells, whenever it is asked, the sets to be kept warm; ``quantum`` is a lease for each slot, or

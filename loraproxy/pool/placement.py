@@ -20,6 +20,9 @@ from loraproxy.pool.keyed_worker import BASE_BOUND, KeyedWorker, label, named
 from loraproxy.pool.troubles import Troubles
 from loraproxy.pool.worker import State
 
+_PRELOAD_INTERVAL = 5.0
+"""Seconds after which the sets to be kept warm are asked for again: their names may have come to mean others."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -52,9 +55,9 @@ class Placement:
         troubles: Troubles,
         limits: Limits,
         quantum: Quantum,
-        preload: Callable[[], Sequence[Bound]],
+        preload: Callable[[], Sequence[Bound]] | None,
     ) -> None:
-        """``preload`` tells, whenever it is asked, the sets that are to have a worker at all times."""
+        """``preload`` tells, whenever it is asked, the sets that are to have a worker at all times; None: no such."""
         self._fleet = fleet
         self._queue = queue
         self._troubles = troubles
@@ -71,7 +74,8 @@ class Placement:
     def look(self, now: float) -> float:
         """Do what can be done now; when to look again even if nothing happens (infinity: never)."""
         self._now, self._wake = now, math.inf
-        self._warm = {bound.adapters: bound for bound in self._preload()}
+        if self._preload is not None:
+            self._warm = {bound.adapters: bound for bound in self._preload()}
         self._let_leave()
         self._note_contention()
         for worker in self._ready():
@@ -87,7 +91,7 @@ class Placement:
 
     def look_at_idle(self, now: float) -> float:
         """Likewise: end what is idle for long, and see to it that what is to be kept warm is there."""
-        self._now, self._wake = now, math.inf
+        self._now, self._wake = now, math.inf if self._preload is None else now + _PRELOAD_INTERVAL
         for bound in self._warm.values() or ((BASE_BOUND,) if not self._fleet.workers else ()):
             self._keep_warm(bound)
         self._end_idle()

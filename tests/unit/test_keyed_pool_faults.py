@@ -349,6 +349,15 @@ async def test_a_preloaded_set_that_cannot_be_run_later_is_not_tried_over_and_ov
         assert len(bench.log) <= 5
 
 
+async def test_a_set_that_is_to_be_kept_warm_from_now_on_gets_a_worker_without_any_request():
+    bench = bench_with(max_workers=2)
+    bench.keep_warm("a")
+    async with bench:
+        bench.keep_warm("b")
+        await bench.clock.advance(10)
+        assert bench.sets() == {0: "a=1 ready", 1: "b=1 ready"}
+
+
 # -- versions that are replaced, workers that are drained by hand ----------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from loraproxy.proxy.receiving import Receiver
 
 _MAX_DESCRIPTION = 4096
 _LONGEST_JSON = 64 * 1024
+_DESCRIBED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,15 @@ async def list_adapters(request: web.Request) -> web.Response:
     """``GET /adapters``: all adapters, what is loaded of them, and what in the watched folder is none."""
     state = request.app[ADMIN]
     residency = state.catalog.pool.residency
+    shown = []
+    for number, adapter in enumerate(state.catalog.registry):
+        shown.append(describe(state.catalog, adapter))
+        if number % _DESCRIBED_AT_ONCE == _DESCRIBED_AT_ONCE - 1:
+            await asyncio.sleep(0)  # there are streams to serve
     return web.json_response(
         {
             "object": "list",
-            "data": [describe(state.catalog, adapter) for adapter in state.catalog.registry],
+            "data": shown,
             "memory": {"used": residency.nbytes, "limit": residency.budget},
             "problems": [{"path": path, "error": error} for path, error in sorted(state.problems.items())],
         }

@@ -25,6 +25,8 @@ from loraproxy.pool.base import Pool
 log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
+_REST = 3.0
+"""While requests run, reading what nobody asked for yet rests this many times as long as it takes."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,13 @@ class Catalog:
             if time.monotonic() - last > _PROGRESS_SECONDS:
                 last = time.monotonic()
                 log.info("%d of %d adapters are read", done, len(pending))
+            began = time.monotonic()
             try:
                 await self.retry(adapter)
             except Exception:
                 log.exception("adapter %s could not be read", adapter.name)
+            if self.pool.in_flight:  # reading takes the processors from the engine
+                await asyncio.sleep(_REST * (time.monotonic() - began))
         if pending:
             now = [self.present(adapter.name) for adapter in pending]
             failed = sum(1 for adapter in now if adapter is not None and adapter.error)

@@ -207,7 +207,7 @@ def test_a_name_may_be_given_to_what_the_server_loaded(tmp_path: Path, direct: S
 
 def test_a_server_that_is_not_there_ends_the_start_with_its_address(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    server = spawn_proxy(tmp_path, at(old.url))
+    server = spawn_proxy(tmp_path, at(url))
     try:
         assert server.process.wait(60) == 1
         assert f"the llama-server at {url} cannot be reached" in server.last_words()

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 from yarl import URL
@@ -43,8 +42,8 @@ class LlamaServers:
         self.api_key = api_key
         """What the servers want to see of us."""
         self.places = Places()
-        self._known: dict[int, Path] = {}
-        """The paths of the adapters that the proxy has asked for, by wire id."""
+        self._known: dict[int, str] = {}
+        """The paths, as servers list them, of the adapters that the proxy has asked for, by wire id."""
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -129,9 +128,10 @@ class UrlServers(LlamaServers):
 
     async def load_adapter(self, item: WorkerAdapter) -> int:
         """Know an adapter that a server has loaded; 0, as its memory is the server's. Raises InvalidAdapterFile."""
-        if match(self.served, item.path) is None:
+        found = match(self.served, item.path)
+        if found is None:
             raise InvalidAdapterFile(not_loaded(str(item.path), self._urls))
-        self._known[item.id] = item.path
+        self._known[item.id] = found.path
         for place in self.places.all:
             self._number(place)
         return 0
@@ -143,8 +143,8 @@ class UrlServers(LlamaServers):
             self._number(place)
 
     def _number(self, place: Place) -> None:
-        found = {wire_id: match(place.served, path) for wire_id, path in self._known.items()}
-        place.ids = {wire_id: adapter.id for wire_id, adapter in found.items() if adapter is not None}
+        own = {adapter.path: adapter.id for adapter in reversed(place.served)}
+        place.ids = {wire_id: own[path] for wire_id, path in self._known.items() if path in own}
 
     async def _watch(self, place: Place, tried: asyncio.Event) -> None:
         """Keep ``place`` true for as long as the backend lives."""

@@ -325,6 +325,7 @@ def _set_up_log(verbose: bool) -> None:
         stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO
     )
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of every file it writes
 
 
 def _serve(arguments: Sequence[str]) -> int:

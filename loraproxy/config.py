@@ -411,7 +411,7 @@ def _explain(fault: ErrorDetails, options: Mapping[str, str]) -> str:
     if fault["type"] == "extra_forbidden":
         return f"unknown key {where!r}{_nearest(tuple(str(part) for part in fault['loc']))}"
     message = _IN_YAML_WORDS.get(fault["type"]) or fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    secret = "api_key" in where
+    secret = "api_key" in where or (isinstance(fault["input"], Mapping) and "api_key" in fault["input"])
     # reprlib looks at no more than it shows: aliases can make a value as large as they like
     return f"{where}: {message}" if secret else f"{where}: {message} (got {_shorten(_REPR.repr(fault['input']))})"
 

@@ -19,6 +19,7 @@ from loraproxy.adapters.gguf_write import write_gguf_adapter
 from loraproxy.adapters.read import read_adapter
 from loraproxy.adapters.unsupported import Unsupported
 from loraproxy.backends.base import WorkerExit
+from loraproxy.backends.embedded import Liveness
 from loraproxy.backends.llama_server import LlamaServers, look_at
 from loraproxy.backends.llama_server_places import Place, Reach
 from loraproxy.backends.llama_server_process import (
@@ -48,9 +49,16 @@ class _Generation:
 class SpawnedServers(LlamaServers):
     """One llama-server of ours, and while its list of adapters changes, two."""
 
-    def __init__(self, settings: LlamaServerSettings, wanted: Callable[[], Sequence[WorkerAdapter]]) -> None:
+    def __init__(
+        self,
+        settings: LlamaServerSettings,
+        wanted: Callable[[], Sequence[WorkerAdapter]],
+        liveness: Liveness | None = None,
+    ) -> None:
         """``wanted`` gives the adapters to start with, whenever a server is started."""
         super().__init__(new_api_key())
+        self._liveness = liveness or Liveness()
+        self._watch: asyncio.Task[None] | None = None
         self._settings = settings
         self._wanted = wanted
         self._understood = ""
@@ -97,7 +105,7 @@ class SpawnedServers(LlamaServers):
 
     async def stop(self, grace: float) -> None:
         """End all processes and remove the converted adapters."""
-        for task in self._leaving:
+        for task in (*self._leaving, *([self._watch] if self._watch else ())):
             task.cancel()
         await asyncio.gather(*(process.stop(grace) for process in self._processes))
         await self._close()
@@ -142,6 +150,9 @@ class SpawnedServers(LlamaServers):
         self.places.all.append(place)
         old, self._current = self._current, _Generation(process, place, {i: f.stat().st_size for i, f in files.items()})
         self._changed.set()
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = asyncio.create_task(self._kill_when_hung(self._current))
         if old is not None:
             old.place.leaving = True
             task = asyncio.create_task(self._leave(old))
@@ -165,6 +176,19 @@ class SpawnedServers(LlamaServers):
                     return
         finally:
             ended.cancel()
+
+    async def _kill_when_hung(self, generation: _Generation) -> None:
+        """End a server that does not answer, so that ``wait`` returns and it is replaced."""
+        failures = 0
+        while failures < self._liveness.failures:
+            await asyncio.sleep(self._liveness.interval)
+            try:
+                await asyncio.wait_for(generation.place.client.check_health(), self._liveness.timeout)
+                failures = 0
+            except (ApiError, asyncio.TimeoutError):
+                failures += 1
+        log.error("event=hung pid=%d: %d times in a row it was not healthy; killing it", self.pid, failures)
+        generation.process.kill()
 
     async def _leave(self, old: _Generation) -> None:
         """End ``old`` when its last request has ended."""

@@ -19,10 +19,10 @@ from proxies import call, children, run_to_the_end, running_proxy, spawn_proxy
 from servers import PeerUnavailable, Server, demo_adapters, free_port, llama_server_command, running_llama_server
 
 CHARACTERS = tuple(demo_adapters())
-SIZES = ("-np", "4", "-c", "4096", "-t", "2")
+SIZES = ("-np", "4", "-c", "4096", "-t", "1")
 PROMPT = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
-GREEDY = {"prompt": PROMPT, "temperature": 0, "n_predict": 20, "cache_prompt": False}
-CHAT = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0, "max_tokens": 20}
+GREEDY = {"prompt": PROMPT, "temperature": 0, "n_predict": 12, "cache_prompt": False}
+CHAT = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_what_the_proxy_does_not_know_passes_byte_for_byte(
 def test_a_long_stream_under_one_adapter_is_not_touched_by_a_request_under_another(
     direct: Server, proxy: Server
 ) -> None:
-    long = {"n_predict": 100, "ignore_eos": True}
+    long = {"n_predict": 50, "ignore_eos": True}
     alone = said(direct, lora=only(CHARACTERS[0]), **long)
     other = said(direct, lora=only(CHARACTERS[1]))
     with ThreadPoolExecutor() as threads:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gguf_tools import make_tiny_llama
 from standin import summary
 
+from gguf_tools import make_tiny_llama
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.registry import AdapterRegistry, Source
 from loraproxy.config import Config, PoolConfig, WorkerSettings
 from loraproxy.errors import StartFailed
 from loraproxy.metrics import Metrics
-from loraproxy.proxy.keyed_workers import graph_workers, keyed_pool, kept_warm, kv_bytes
+from loraproxy.proxy.keyed_workers import graph_workers, kept_warm, keyed_pool, kv_bytes
 
 
 def registry_of(*names: str) -> AdapterRegistry:

@@ -14,7 +14,7 @@ from loraproxy.backends.base import KeyedBackend
 from loraproxy.errors import ApiError, Conflict, ServerError, StartFailed, Unavailable, WorkerFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.clock import Clock, sleep
-from loraproxy.pool.keyed_worker import BASE_BOUND, KeyedWorker, named
+from loraproxy.pool.keyed_worker import KeyedWorker, named
 from loraproxy.pool.troubles import Seen, fingerprints
 from loraproxy.pool.worker import State
 
@@ -161,27 +161,26 @@ class Fleet:
 
     async def _serve(self, worker: KeyedWorker, ended: asyncio.Task[Any]) -> None:
         """Give it its set whenever it has another; return when it is drained to be ended. Raises what ended it."""
-        has = BASE_BOUND
         while True:
-            if worker.bound.adapters != has.adapters:
-                await _unless_ended(ended, self._change(worker, has))
-            has = worker.bound
+            if worker.bound.adapters != worker.has.adapters:
+                await _unless_ended(ended, self._change(worker))
+            worker.has = worker.bound
             self._became_ready(worker)
             await _unless_ended(ended, worker.ordered.wait())
             worker.ordered.clear()
             if worker.state is State.DRAINING:
                 return
 
-    async def _change(self, worker: KeyedWorker, has: Bound) -> None:
-        """Give ``worker`` its new set, or leave it ``has`` where the set cannot be run. Raises what ended it."""
+    async def _change(self, worker: KeyedWorker) -> None:
+        """Give ``worker`` its new set, or leave it the one it has where that cannot be run. Raises what ended it."""
         seen = fingerprints(worker.bound)
         try:
             await self._change_when_quiet(worker)
         except (WorkerFailed, ServerError, Unavailable, Conflict):
             raise
         except ApiError as error:
-            wanted, worker.bound = worker.bound, has
-            worker.memory = self.kind.memory(has)
+            wanted, worker.bound = worker.bound, worker.has
+            worker.memory = self.kind.memory(worker.has)
             self._events.refused(wanted, error, seen)
         else:
             self._metrics.worker_changed()
@@ -235,11 +234,8 @@ async def _unless_ended(ended: asyncio.Task[Any], work: Coroutine[Any, Any, Any]
     try:
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        if not task.done():
-            await _cancelled(task)
-    if ended.done():
-        if not task.cancelled():
-            task.exception()  # whatever it was, this is why
+        await _cancelled(task)
+    if ended.done():  # whatever became of the task, this is why
         raise _Ended(ended.result().report())
     task.result()
 

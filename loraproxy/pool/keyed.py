@@ -154,7 +154,6 @@ class KeyedPool:
             self.in_flight -= 1
             if not self.in_flight:
                 self._idle.set()
-            self._look()
 
     async def retire(self, version: Version) -> None:
         """No new request will ask for ``version``: when its last one ends, the worker that has it is given the base
@@ -283,6 +282,8 @@ class KeyedPool:
                 self._queue.remove(waiter)
                 if waiter.granted.done() and not waiter.granted.cancelled() and not waiter.granted.exception():
                     self._give_back(waiter.granted.result())
+                else:
+                    self._look()
                 raise
             self._metrics.queued(self._clock.time() - began)
             if worker.reachable:

@@ -46,6 +46,8 @@ class KeyedWorker:
     slots: int
     memory: int
     """An estimate of what it takes beside the base model's file, in bytes."""
+    has: Bound = BASE_BOUND
+    """The set it runs until it was changed."""
     state: State = State.STARTING
     since: float = field(default_factory=time.time)
     """When it came into its state, in seconds since the epoch."""
@@ -89,7 +91,7 @@ class KeyedWorker:
 
     def holds(self, version: Version) -> bool:
         """It runs ``version``, is being given it or is drained for it."""
-        bounds = (self.bound, self.goal) if self.goal else (self.bound,)
+        bounds = (self.has, self.bound, self.goal or BASE_BOUND)
         return any(v.wire_id == version.wire_id for bound in bounds for v in bound.versions)
 
     def take(self) -> None:

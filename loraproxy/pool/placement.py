@@ -192,8 +192,8 @@ class Placement:
                 return True
         return False
 
-    def _change(self, worker: KeyedWorker, bound: Bound, reason: str) -> None:
-        self._fleet.drain(worker, bound, reason)
+    def _change(self, worker: KeyedWorker, goal: Bound | None, reason: str) -> None:
+        self._fleet.drain(worker, goal, reason)
         if not worker.in_flight:
             self._fleet.proceed(worker)
 
@@ -261,7 +261,8 @@ class Placement:
             if worker.leaving:
                 self._fleet.drain(worker, None, worker.leaving)
             elif not worker.in_flight and any(v.wire_id in self.retired for v in worker.bound.versions):
-                self._change(worker, BASE_BOUND, f"{label(worker.bound)} is gone")
+                goal = BASE_BOUND if self._may_try(BASE_BOUND) else None
+                self._change(worker, goal, f"{label(worker.bound)} is gone")
 
     # -- idle workers --------------------------------------------------------------------------------------
 

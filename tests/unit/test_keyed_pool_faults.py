@@ -13,6 +13,8 @@ from loraproxy.errors import (
     Conflict,
     InvalidAdapterFile,
     NotFound,
+    NotSupported,
+    ServerError,
     StartFailed,
     Unavailable,
     WorkerFailed,
@@ -238,6 +240,7 @@ async def test_a_file_that_changed_since_it_was_registered_is_the_requests_error
         bench.problems["a"] = [AdapterChanged("the file changed")]
         with pytest.raises(AdapterChanged):
             await soon(bench.request("a").task)
+        await settle()
         assert bench.sets() == {0: "base ready"}
 
 
@@ -386,6 +389,24 @@ async def test_a_retired_version_that_waits_is_still_served():
         await second.end()
         await soon(retire)
         assert bench.log == ["0 start", "0 change b", "0 change a", "0 change base"]
+
+
+async def test_a_worker_that_cannot_be_given_the_base_model_again_ends_with_the_retired_version():
+    async with bench_with(max_workers=2) as bench:
+        await bench.use("a")
+        bench.problems["base"] = [ServerError("no")]
+        await soon(bench.pool.retire(bench.versions["a"]))
+        assert bench.sets() in ({}, {1: "base ready"})
+        await bench.clock.advance(1)
+        assert bench.sets() == {1: "base ready"}
+
+
+async def test_a_backend_that_refuses_the_base_model_is_not_asked_over_and_over():
+    async with bench_with(max_workers=2) as bench:
+        await bench.use("a")
+        bench.problems["base"] = [NotSupported("no such set")] * 100
+        await soon(bench.pool.retire(bench.versions["a"]))
+        assert bench.log[:4] == ["0 start", "0 change a", "0 change base", "0 stop"]
 
 
 async def test_a_worker_that_is_drained_by_hand_finishes_ends_and_is_replaced_when_it_is_wanted():

@@ -17,6 +17,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from loraproxy.adapters.peft_folder import CONFIG_FILE
+
 log = logging.getLogger(__name__)
 
 GGUF_NAME = "adapter.gguf"
@@ -69,9 +71,14 @@ class UploadFolder:
         """Remove an upload's folder that will not be kept."""
         shutil.rmtree(incoming, ignore_errors=True)
 
+    def forget(self, path: Path) -> None:
+        """A kept adapter will be removed when its last request has ended: whatever happens, it does not come back."""
+        with suppress(OSError):
+            (_place_of(path) / _ABOUT).unlink()
+
     def remove(self, path: Path) -> None:
         """Remove a kept adapter, given what :meth:`keep` returned."""
-        place = path.parent if path.name == GGUF_NAME else path
+        place = _place_of(path)
         shutil.rmtree(place, ignore_errors=True)
         with suppress(OSError):  # another version is there
             place.parent.rmdir()
@@ -80,6 +87,9 @@ class UploadFolder:
         """The kept adapters, one for each name, by name; what a server left unfinished is removed."""
         newest: dict[str, tuple[int, Stored]] = {}
         for place in self._places():
+            if not (place / _ABOUT).exists() and any((place / name).exists() for name in (GGUF_NAME, CONFIG_FILE)):
+                self.remove(_adapter_in(place))
+                continue
             try:
                 about = _read_about(place / _ABOUT)
                 written = (place / _ABOUT).stat().st_mtime_ns
@@ -118,6 +128,10 @@ def default_upload_folder(model: Path) -> Path:
     with model.open("rb") as file:
         digest.update(file.read(_FINGERPRINT_BYTES))
     return data / "loraproxy" / "uploads" / digest.hexdigest()[:16]
+
+
+def _place_of(path: Path) -> Path:
+    return path.parent if path.name == GGUF_NAME else path
 
 
 def _adapter_in(place: Path) -> Path:

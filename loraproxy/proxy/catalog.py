@@ -216,7 +216,7 @@ class Catalog:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def close(self) -> None:
-        """Stop what still waits for versions to come out of use; their uploads are removed at the next start."""
+        """Stop what still waits for versions to come out of use."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -262,15 +262,19 @@ class Catalog:
         version = None if same else before.version
         moved = after is None or after.path != before.path
         uploaded = before.path if before.source is Source.UPLOAD and moved else None
+        if uploaded is not None:
+            self.uploads.forget(uploaded)
         if version is not None or uploaded is not None:
             self._start(self._clear_up(version, uploaded))
 
     async def _clear_up(self, version: Version | None, uploaded: Path | None) -> None:
-        if version is not None:
-            await self.pool.retire(version)
-        # the same content may have been uploaded again meanwhile
-        if uploaded is not None and all(adapter.path != uploaded for adapter in self.registry):
-            self.uploads.remove(uploaded)
+        try:
+            if version is not None:
+                await self.pool.retire(version)
+        finally:
+            # the same content may have been uploaded again meanwhile
+            if uploaded is not None and all(adapter.path != uploaded for adapter in self.registry):
+                self.uploads.remove(uploaded)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

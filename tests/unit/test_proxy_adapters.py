@@ -252,6 +252,9 @@ def test_what_a_server_left_unfinished_or_replaced_is_cleared_up_at_the_next_sta
         incoming = folder.begin()
         (incoming / "adapter.gguf").write_text(digest)
         path = folder.keep(incoming, About("up"), digest)
+    gone = folder.begin()
+    (gone / "adapter.gguf").write_text("gone")
+    folder.forget(folder.keep(gone, About("gone"), "gone"))
     os.utime(path.parent.parent / "old" / "about.json", (1, 1))
     (tmp_path / "uploads" / "odd" / "x").mkdir(parents=True)
     assert [stored.path for stored in folder.stored()] == [path]
@@ -272,6 +275,8 @@ async def test_a_removed_adapter_is_unknown_at_once_and_requests_in_flight_finis
     assert "unknown adapter 'up'" in answer["error"]["message"]
     for method in ("GET", "DELETE"):
         assert (await ask(bench, method, "/adapters/up"))[0] == 404
+    assert "up/v1/adapter.gguf" in uploaded(tmp_path), "its request may still need it"
+    assert "up/v1/about.json" not in uploaded(tmp_path), "after a crash it would not come back"
     bench.worker.go_on.release()
     assert (await soon(request))[0] == 200
     await until(lambda: uploaded(tmp_path) == [])

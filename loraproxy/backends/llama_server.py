@@ -120,10 +120,12 @@ class UrlServers(LlamaServers):
 
     async def stop(self, grace: float) -> None:
         """Close the connections; the servers stay as they are."""
-        for task in self._watches:
-            task.cancel()
-        if self._watches:
-            await asyncio.wait(self._watches)
+        pending = set(self._watches)
+        while pending:
+            for task in pending:
+                task.cancel()
+            # before Python 3.12 wait_for may swallow it when what it waits for ends just then
+            _, pending = await asyncio.wait(pending, timeout=0.1)
         await self._close()
 
     async def load_adapter(self, item: WorkerAdapter) -> int:

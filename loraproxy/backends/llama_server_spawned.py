@@ -105,6 +105,7 @@ class SpawnedServers(LlamaServers):
 
     async def stop(self, grace: float) -> None:
         """End all processes and remove the converted adapters."""
+        self._current = None
         for task in (*self._leaving, *([self._watch] if self._watch else ())):
             task.cancel()
         await asyncio.gather(*(process.stop(grace) for process in self._processes))
@@ -180,13 +181,15 @@ class SpawnedServers(LlamaServers):
     async def _kill_when_hung(self, generation: _Generation) -> None:
         """End a server that does not answer, so that ``wait`` returns and it is replaced."""
         failures = 0
-        while failures < self._liveness.failures:
+        while failures < self._liveness.failures and generation is self._current:
             await asyncio.sleep(self._liveness.interval)
             try:
                 await asyncio.wait_for(generation.place.client.check_health(), self._liveness.timeout)
                 failures = 0
             except (ApiError, asyncio.TimeoutError):
                 failures += 1
+        if generation is not self._current:
+            return
         log.error("event=hung pid=%d: %d times in a row it was not healthy; killing it", self.pid, failures)
         generation.process.kill()
 

@@ -123,7 +123,7 @@ class GraphLora:
         for tensor in adapter.tensors:
             if not (tensor.n_expert or self._targets.computes(tensor)):
                 raise InvalidAdapterFile(
-                    f"adapter {adapter.name!r}: this model's graph has no {tensor.op.name} with '{tensor.target}', so"
+                    f"adapter {adapter.name!r}: this model's graph has no {tensor.op.value} with '{tensor.target}', so"
                     " the adapter cannot be applied there"
                 )
             if f"{tensor.target.removesuffix('.weight')}.scale" in self._base.tensors:

@@ -42,9 +42,13 @@ def plan_gguf(file: CheckedFile, base: BaseModel, unsupported: Unsupported) -> A
         raise Refused("the file holds no lora_a/lora_b tensors")
     known = _known(pairs, base, left)
     name = header.metadata.get(_BASE_NAME)
+    pairs_of_base = plan_pairs(base, _parts(known, alpha, base))
+    notes = [f"ignored as llama.cpp ignores them: {listed(norms)}"] if norms else []
+    if any(pair.n_expert for pair in pairs_of_base):
+        notes.append("targets experts: needs a worker that runs one adapter set at a time (--lora-mode graph)")
     return AdapterPlan(
-        pairs=plan_pairs(base, _parts(known, alpha, base)),
-        notes=(f"ignored as llama.cpp ignores them: {listed(norms)}",) if norms else (),
+        pairs=pairs_of_base,
+        notes=tuple(notes),
         left_out=left.sentences,
         invocation_tokens=tokens,
         base_name=printable(name, 256) if isinstance(name, str) else "",

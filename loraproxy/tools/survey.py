@@ -173,7 +173,9 @@ def _add(
 ) -> None:
     rank_and_in = a.shape[::-1] if a_by_token else a.shape
     shape = None
-    if len(a.shape) != 2 or len(b.shape) != 2 or rank_and_in[0] != b.shape[1]:
+    if len(a.shape) == len(b.shape) == 3 and (a.shape[0], a.shape[1]) == (b.shape[0], b.shape[2]):
+        found.attempt(lambda: check_rank(name, b.shape[2]))  # of experts: each has a pair of its own
+    elif len(a.shape) != 2 or len(b.shape) != 2 or rank_and_in[0] != b.shape[1]:
         found.problem(f"{name}: A {a.shape} and B {b.shape} are no low-rank pair")
     else:
         found.attempt(lambda: check_rank(name, b.shape[1]))

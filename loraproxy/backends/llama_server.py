@@ -160,9 +160,9 @@ class UrlServers(LlamaServers):
                     tried.set()
                     delay = self._retry.first
                     await until_lost()
-                    if loop.time() - began < 1.0:  # something between us and it does not keep connections open
-                        await asyncio.sleep(self._retry.longest)
-                place.reach = Reach.CHECKING
+                    place.reach = Reach.CHECKING
+                if loop.time() - began < self._retry.first:
+                    await asyncio.sleep(self._retry.first)
                 continue
             except Loading as error:
                 self._is_down(place, error.message)

@@ -28,10 +28,13 @@ async def lifeline(url: URL) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     reader, writer = await asyncio.open_connection(url.host, url.port, ssl=context)
 
     async def until_lost() -> None:
+        first = True
         with suppress(*_LOST):
-            while await asyncio.wait_for(_healthy(url, reader, writer), _PATIENCE):
+            while await asyncio.wait_for(_is_kept_and_healthy(url, reader, writer), _PATIENCE):
                 await _idle(reader)
-            await asyncio.sleep(_PING_SECONDS)  # it is loading, or something between does not keep connections open
+                first = False
+            if first:  # something between us and the server keeps no connections: have a look now and then
+                await asyncio.sleep(_PING_SECONDS)
 
     try:
         yield until_lost
@@ -41,18 +44,16 @@ async def lifeline(url: URL) -> AsyncIterator[Callable[[], Awaitable[None]]]:
             await writer.wait_closed()
 
 
-async def _healthy(url: URL, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    """One question; whether the answer is good. Raises EOFError where it was the connection's last."""
+async def _is_kept_and_healthy(url: URL, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    """Ask once; whether the answer is good and not the connection's last."""
     path = f"{url.raw_path.rstrip('/')}/health"
     writer.write(f"GET {path} HTTP/1.1\r\nHost: {url.host}:{url.port}\r\n\r\n".encode())
     await writer.drain()
     status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines if ": " in line)
-    if "content-length" not in headers:
+    if "content-length" not in headers or headers.get("connection") == "close":
         return False
     await reader.readexactly(int(headers["content-length"]))
-    if headers.get("connection") == "close":
-        raise EOFError("it serves so many questions, and no more")
     return " 200" in status
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -266,6 +268,29 @@ def test_a_server_of_its_own_has_the_characters_and_takes_more(
     assert proxy.process.returncode == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in left)
     assert not list(tmp_path.glob("loraproxy-*"))
+
+
+def test_a_server_of_its_own_that_is_killed_is_replaced_and_none_outlives_a_killed_proxy(
+    tmp_path: Path, model: Path
+) -> None:
+    with environment_of_llama_server() as options:
+        proxy = spawn_proxy(tmp_path, [*options, "-m", str(model), *SIZES])
+        try:
+            proxy.wait_until_healthy()
+            (first,) = children(proxy.process)
+            os.kill(first, signal.SIGKILL)
+            while proxy.is_healthy():
+                pass
+            proxy.wait_until_healthy()
+            (second,) = children(proxy.process)
+            assert second != first
+            assert said(proxy)
+            proxy.process.kill()
+            if sys.platform == "linux":
+                while Path(f"/proc/{second}").exists() and "Z" not in Path(f"/proc/{second}/stat").read_text():
+                    pass
+        finally:
+            proxy.stop()
 
 
 def test_a_server_that_does_not_start_says_why(model: Path) -> None:

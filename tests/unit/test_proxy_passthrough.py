@@ -12,7 +12,7 @@ from loraproxy.proxy.served import look
 FILES = ("/l/pirate.gguf", "/l/robot v2.gguf", "/other/pirate.gguf")
 
 
-async def until(front, condition):
+async def until(condition):
     """Ask again until the answer is what it is to become."""
 
     async def ask():
@@ -159,7 +159,7 @@ async def test_a_server_that_is_down_is_skipped_and_taken_again_when_it_is_back(
             async with front.request("POST", "/completion", {"lora": "pirate"}) as answer:
                 return answer.status == 200
 
-        await until(front, served)
+        await until(served)
         assert one.received
         await two.start()
 
@@ -173,7 +173,7 @@ async def test_all_servers_down_is_503_with_their_addresses_and_so_is_health(tmp
             async with front.request("GET", "/health") as answer:
                 return answer.status == 503
 
-        await until(front, unhealthy)
+        await until(unhealthy)
         async with front.request("POST", "/completion", {}) as answer:
             assert answer.status == 503
             assert answer.headers["Retry-After"]
@@ -192,7 +192,7 @@ async def test_a_server_that_comes_back_with_other_adapters_is_asked_for_those(t
             async with front.request("POST", "/completion", {"lora": "wizard"}) as answer:
                 return answer.status == 200
 
-        await until(front, known)
+        await until(known)
         async with front.request("POST", "/completion", {"lora": "pirate"}) as answer:
             assert answer.status == 200
         assert json.loads(server.received[-1][3])["lora"] == [{"id": 0, "scale": 0.0}, {"id": 1, "scale": 1.0}]
@@ -230,3 +230,20 @@ async def test_an_upload_or_a_path_that_the_server_has_not_is_refused_with_what_
         async with front.request("PUT", "/adapters/new", body) as answer:
             assert answer.status == 400
             assert "start it with --lora" in (await answer.json())["error"]["message"]
+
+
+async def test_after_a_restart_nothing_is_asked_with_the_ids_of_before(tmp_path):
+    server = Scripted(["/l/pirate.gguf", "/l/robot.gguf"])
+    async with in_front_of(tmp_path, server) as front:
+        for _ in range(5):
+            await server.stop()
+            server.files.reverse()
+            await server.start()
+
+            async def answered():
+                async with front.request("POST", "/completion", {"lora": "pirate"}) as answer:
+                    return answer.status == 200
+
+            await until(answered)
+            sent = {server.files[entry["id"]]: entry["scale"] for entry in json.loads(server.received[-1][3])["lora"]}
+            assert sent == {"/l/pirate.gguf": 1.0, "/l/robot.gguf": 0.0}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraproxy.adapters.base_model import BaseModel
+from loraproxy.errors import StartFailed
 
 ALLOWANCE_MIB = 150
 """For Python, its libraries and the engine's own state."""
@@ -67,6 +68,14 @@ def worker_of(pid: int) -> int | None:
         if b"loraproxy.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
     return None
+
+
+def proportional_mib(pid: int) -> float:
+    """The proportional set size of a process, in MiB: shared pages count in parts. Raises StartFailed without /proc."""
+    try:
+        return _smaps_rollup(pid)["Pss"] / 1024
+    except OSError as error:
+        raise StartFailed(f"the memory of process {pid} cannot be looked up here: {error}") from error
 
 
 def _smaps_rollup(pid: int) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import secrets
@@ -13,7 +12,7 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,14 @@ _LAST_LINES = 20
 _LINE_LIMIT = 4096
 _HELP_SECONDS = 60
 _SLOT_CONTEXT = 4096
-_PR_SET_PDEATHSIG = 1
+_TETHER = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""PR_SET_PDEATHSIG (prctl(2)) outlives an exec. Not in a preexec_fn, as this process has threads."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +96,7 @@ def find_binary(named: Path) -> Path:
 async def understood_options(binary: Path) -> str:
     """What ``--help`` prints. Raises StartFailed where the program does not run."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            binary, "--help", stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, preexec_fn=end_with_parent()
-        )
+        process = await asyncio.create_subprocess_exec(binary, "--help", stdin=DEVNULL, stdout=PIPE, stderr=STDOUT)
     except OSError as error:
         raise StartFailed(f"{binary} cannot be started: {error.strerror or error}") from error
     try:
@@ -123,12 +127,11 @@ class LlamaServerProcess:
         port = _free_port()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(str(binary), *options, "--host", "127.0.0.1", "--port", str(port)),
+                *tethered([str(binary), *options, "--host", "127.0.0.1", "--port", str(port)]),
                 stdin=DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
                 start_new_session=True,
-                preexec_fn=end_with_parent(),
                 # in the environment, as everybody on the machine can read command lines
                 env={"GGML_NO_BACKTRACE": "1", **os.environ, "LLAMA_API_KEY": api_key},
             )
@@ -189,18 +192,11 @@ def new_api_key() -> str:
     return secrets.token_urlsafe(24)
 
 
-def end_with_parent() -> Callable[[], None] | None:
-    """What a child does between fork and exec so that it ends when we are gone, however that was (Linux)."""
+def tethered(command: Sequence[str]) -> list[str]:
+    """``command`` so that it ends when we are gone, however that was (Linux; elsewhere as it is)."""
     if sys.platform != "linux":
-        return None
-    libc, parent = ctypes.CDLL(None, use_errno=True), os.getpid()
-
-    def in_the_child() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return in_the_child
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _TETHER, str(os.getpid()), *command]
 
 
 def _free_port() -> int:

@@ -57,7 +57,8 @@ UNDER_ITS_SCALES = frozenset(
 _OF_A_CONNECTION = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "content-length"}
 )
-_NOT_SENT = _OF_A_CONNECTION | {"host", "expect"}
+_NOT_SENT = _OF_A_CONNECTION | {"host", "expect", "content-encoding"}
+"""The last since bodies come decompressed from aiohttp."""
 _NOT_COPIED = _OF_A_CONNECTION | {"date", "server", "x-request-id"}
 _KEYS = frozenset({"authorization", "x-api-key"})
 

@@ -1,4 +1,5 @@
 import asyncio
+import gzip
 import json
 
 import aiohttp
@@ -74,6 +75,15 @@ async def test_what_the_proxy_does_not_know_passes_as_it_is(tmp_path):
         assert (headers["X-Mine"], headers["Cookie"]) == ("2", "c=1")
         async with front.request("HEAD", "/hello") as answer:
             assert (answer.status, await answer.read(), answer.headers["Content-Length"]) == (418, b"", "4")
+
+
+async def test_a_compressed_body_reaches_the_server_as_what_it_says(tmp_path):
+    server = Scripted(FILES[:1])
+    packed, headers = gzip.compress(b'{"lora": "pirate"}'), {"Content-Encoding": "gzip"}
+    async with in_front_of(tmp_path, server) as front:
+        async with front.request("POST", "/completion", packed, headers=headers) as answer:
+            assert answer.status == 200
+        assert server.received[-1][3] == b'{"lora":[{"id":0,"scale":1.0}]}'
 
 
 async def test_the_servers_key_is_the_proxys_and_the_clients_is_not_shown_to_it(tmp_path):

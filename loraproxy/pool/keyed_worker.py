@@ -77,7 +77,7 @@ class KeyedWorker:
     @property
     def free(self) -> int:
         """Leases it can give now."""
-        return self.slots - self.in_flight if self.state is State.READY and not self.leaving else 0
+        return self.slots - self.in_flight if self.state is State.READY else 0
 
     @property
     def reachable(self) -> bool:
@@ -88,6 +88,11 @@ class KeyedWorker:
     def is_ending(self) -> bool:
         """It is on its way out."""
         return self.state in (State.FAILED, State.STOPPED) or (self.state is State.DRAINING and self.goal is None)
+
+    @property
+    def is_as_good_as_gone(self) -> bool:
+        """Likewise, and no request holds that up."""
+        return self.is_ending and not (self.state is State.DRAINING and self.in_flight)
 
     def holds(self, version: Version) -> bool:
         """It runs ``version``, is being given it or is drained for it."""

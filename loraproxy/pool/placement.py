@@ -81,8 +81,10 @@ class Placement:
         for worker in self._ready():
             if not self._turn_is_over(worker):
                 self._grant(worker)
-        for line in sorted(self._queue, key=lambda line: self._has_worker(line.bound.adapters)):
-            self._place(line)
+        while any(self._find_worker(line) for line in self._in_turn()):
+            pass  # one worker at a time: that may have changed whose turn it is
+        for line in self._in_turn():
+            self._make_way(line)
         for worker in self._ready():
             self._grant(worker)
         self._keep_if_unneeded()
@@ -92,8 +94,9 @@ class Placement:
     def look_at_idle(self, now: float) -> float:
         """Likewise: end what is idle for long, and see to it that what is to be kept warm is there."""
         self._now, self._wake = now, math.inf if self._preload is None else now + _PRELOAD_INTERVAL
-        for bound in self._warm.values() or ((BASE_BOUND,) if not self._fleet.workers else ()):
-            self._keep_warm(bound)
+        if all(self._has_worker(line.bound.adapters) for line in self._in_turn()):  # those that wait come first
+            for bound in self._warm.values() or ((BASE_BOUND,) if not self._fleet.workers else ()):
+                self._keep_warm(bound)
         self._end_idle()
         self._proceed()
         return self._wake
@@ -159,26 +162,32 @@ class Placement:
         coming = sum(w.slots if w.state is State.STARTING else w.free for w in workers)
         return self._queue.waiting(key) - coming
 
-    def _place(self, line: Line) -> None:
-        if not self._may_try(line.bound):
-            return
-        key = line.bound.adapters
-        lacking = self._uncovered(key)
-        while lacking > 0 and self._find_worker(line):
-            self._queue.served(key)
-            lacking -= self._fleet.kind.slots
-        if lacking > 0 and not self._has_or_gets(key):
-            self._drain_one_for(line)
+    def _in_turn(self) -> list[Line]:
+        """The lines for which a worker is lacking: those without any first, then as they take turns."""
+        lacking = [
+            line for line in self._queue if self._uncovered(line.bound.adapters) > 0 and self._may_try(line.bound)
+        ]
+        return sorted(lacking, key=lambda line: self._has_worker(line.bound.adapters))
 
     def _find_worker(self, line: Line) -> bool:
-        starves = not self._has_worker(line.bound.adapters)
-        idle = [worker for worker in self._idle() if worker.key != line.bound.adapters]
-        common = [worker for worker in idle if worker.key not in self._warm]
-        if self._change_one_of(common, line) or self._spawn(line.bound, "requests wait"):
-            return True
-        if not starves:
-            return False
-        return self._change_one_of([w for w in idle if w.key in self._warm], line) or self._evict_for(line.bound, idle)
+        """Give the line an idle worker or a new one; False where there is none."""
+        key = line.bound.adapters
+        idle = self._idle()
+        found = (
+            self._change_one_of([worker for worker in idle if worker.key not in self._warm], line)
+            or self._spawn(line.bound, "requests wait")
+            or (not self._has_worker(key) and self._change_one_of(idle, line))
+        )
+        if found:
+            self._queue.served(key)
+        return found
+
+    def _make_way(self, line: Line) -> None:
+        """See to it that a line without any worker will have one: memory for it, or the worker of another set."""
+        if self._has_or_gets(line.bound.adapters) or any(w.is_as_good_as_gone for w in self._fleet.workers):
+            return  # where one goes there will be a place
+        if not self._evict_for(line.bound):
+            self._drain_one_for(line)
 
     def _idle(self) -> list[KeyedWorker]:
         """Workers that nobody uses or waits for, least recently used first."""
@@ -209,18 +218,14 @@ class Placement:
         freed = instead_of.memory if instead_of else 0
         return self._fleet.memory - freed + self._fleet.kind.memory(bound) <= self._limits.memory_budget
 
-    def _evict_for(self, bound: Bound, idle: Sequence[KeyedWorker]) -> bool:
-        """End idle workers until one of them can be changed to ``bound``, if that is enough memory for it.
-
-        True: there will be a place.
-        """
-        if not self._limits.memory_budget:
+    def _evict_for(self, bound: Bound) -> bool:
+        """End idle workers, so that one of them can be changed to ``bound``; False where that is not enough memory."""
+        idle = self._idle()
+        if not self._limits.memory_budget or not idle:
             return False
-        excess = self._fleet.memory + self._fleet.kind.memory(bound) - self._limits.memory_budget
-        excess -= sum(worker.memory for worker in self._fleet.workers if worker.is_ending)
-        if excess > sum(worker.memory for worker in idle):
+        excess = self._fleet.memory + self._fleet.kind.memory(bound) - self._limits.memory_budget - idle[0].memory
+        if excess > sum(worker.memory for worker in idle[1:]):
             return False
-        excess -= sum(worker.memory for worker in idle[:1])
         for worker in idle[1:]:
             if excess <= 0:
                 break

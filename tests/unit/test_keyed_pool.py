@@ -108,6 +108,38 @@ async def test_idle_workers_end_to_make_room_for_a_set_that_needs_more():
         assert bench.log[-2:] == ["1 stop", "0 change big"]
 
 
+async def test_no_more_idle_workers_end_than_a_set_needs():
+    async with KeyedBench(max_workers=4, memory_budget=SHARED + 3 * OWN + 60) as bench:
+        requests = [await bench.served(name) for name in "abc"]
+        for request in requests:
+            await request.end()
+        await bench.use("big")
+        assert bench.sets() == {0: "big=1 ready", 2: "c=1 ready"}
+
+
+async def test_the_memory_for_a_set_is_kept_while_a_worker_is_drained_for_it():
+    async with KeyedBench(slots=1, max_workers=3, memory_budget=SHARED + 2 * OWN + 150) as bench:
+        first = await bench.served("a")
+        big = bench.request("big")
+        await settle()
+        await bench.clock.advance(3)
+        assert bench.sets() == {0: "a=1 draining"}
+        other = bench.request("b")
+        await settle()
+        assert not other.running.is_set(), "there would be no room for both"
+        await first.end()
+        await soon(big.running.wait())
+
+
+async def test_a_busy_worker_is_drained_where_memory_is_not_what_lacks():
+    async with KeyedBench(slots=1, max_workers=1, memory_budget=10 * SHARED) as bench:
+        first, second = await bench.served("a"), bench.request("b")
+        await settle()
+        await bench.clock.advance(3)
+        await first.end()
+        await soon(second.running.wait())
+
+
 async def test_a_set_that_never_fits_the_memory_is_refused():
     async with KeyedBench(memory_budget=SHARED + OWN + ADAPTER) as bench:
         with pytest.raises(InvalidRequest, match=r"big=1 needs more memory .*--memory-budget"):
@@ -251,6 +283,82 @@ async def test_a_turn_ends_after_some_seconds_though_its_requests_are_few_and_lo
         assert bench.sets() == {0: "a=1 draining"}
 
 
+async def test_a_turn_begins_when_others_begin_to_wait():
+    async with KeyedBench(slots=2, max_workers=1, quantum=Quantum(leases=2, seconds=5)) as bench:
+        for _ in range(5):
+            await bench.use("a")
+        await bench.served("a")
+        await bench.clock.advance(100)
+        bench.request("b")
+        await settle()
+        assert bench.sets() == {0: "a=1 ready"}
+        await bench.clock.advance(5)
+        assert bench.sets() == {0: "a=1 draining"}
+
+
+async def test_a_set_without_a_worker_gets_one_that_becomes_idle_before_a_set_that_has_one():
+    async with KeyedBench(slots=1, max_workers=2, quantum=Quantum(leases=9, seconds=1e9)) as bench:
+        await bench.served("a")
+        other = await bench.served("c")
+        more, first = bench.request("a"), bench.request("b")
+        await settle()
+        await other.end()
+        await soon(first.running.wait())
+        assert not more.running.is_set()
+
+
+async def test_sets_that_want_several_workers_get_them_in_turns():
+    async with KeyedBench(slots=1, max_workers=5, quantum=Quantum(leases=9, seconds=1e9)) as bench:
+        bench.may_stop.clear()
+        for worker_id in range(5):
+            await bench.served("f")
+            bench.pool.drain_worker(worker_id)
+        wanted = [bench.request(name) for name in "aaaabbbb"]
+        await settle()
+        for request in bench.tasks[:5]:
+            request.cancel()
+        await settle()
+        bench.may_stop.set()
+        await settle()
+        assert sorted(bench.sets().values()) == ["a=1 ready"] * 3 + ["b=1 ready"] * 2
+        assert [request.running.is_set() for request in wanted] == [True] * 3 + [False] + [True] * 2 + [False] * 2
+
+
+async def test_of_the_busy_workers_one_whose_set_has_another_is_drained():
+    async with KeyedBench(slots=2, max_workers=3, quantum=Quantum(leases=9, seconds=5)) as bench:
+        await bench.served("c")
+        for _ in range(4):
+            await bench.served("a")
+        bench.request("b")
+        await settle()
+        await bench.clock.advance(5)
+        assert bench.sets() == {0: "c=1 ready", 1: "a=1 draining", 2: "a=1 ready"}
+
+
+async def test_of_the_busy_workers_the_one_with_least_to_finish_is_drained():
+    async with KeyedBench(slots=2, max_workers=2, quantum=Quantum(leases=9, seconds=5)) as bench:
+        for name in "aac":
+            await bench.served(name)
+        bench.request("b")
+        await settle()
+        await bench.clock.advance(5)
+        assert bench.sets() == {0: "a=1 ready", 1: "c=1 draining"}
+
+
+async def test_where_a_worker_is_about_to_end_no_other_is_drained():
+    async with KeyedBench(slots=1, max_workers=2, quantum=Quantum(leases=1, seconds=0)) as bench:
+        a, _ = await bench.served("a"), await bench.served("c")
+        bench.may_stop.clear()
+        bench.pool.drain_worker(0)
+        await a.end()
+        waiting = bench.request("b")
+        await settle()
+        assert bench.sets() == {0: "a=1 stopped", 1: "c=1 ready"}
+        bench.may_stop.set()
+        await soon(waiting.running.wait())
+        assert bench.sets() == {1: "c=1 ready", 2: "b=1 ready"}
+
+
 async def test_a_set_without_a_worker_comes_before_one_that_wants_another():
     async with KeyedBench(slots=1, max_workers=2) as bench:
         first, second = await bench.served("a"), await bench.served("a")
@@ -320,6 +428,18 @@ def _at_rest(bench: KeyedBench) -> None:
     assert all(bench.pool.leases(version) == 0 for version in bench.versions.values())
 
 
+async def test_a_lease_is_not_given_to_a_request_that_was_cancelled_just_before():
+    async with KeyedBench(slots=1, max_workers=1) as bench:
+        lease = bench.pool.lease(bench.bound("a"))
+        await lease.__aenter__()
+        cancelled, following = bench.request("a"), bench.request("a")
+        await settle()
+        cancelled.task.cancel()
+        await lease.__aexit__(None, None, None)
+        await soon(following.running.wait())
+        assert bench.pool.workers()[0].leases == 1
+
+
 async def test_closing_refuses_those_that_wait():
     async with KeyedBench(slots=1, max_workers=1) as bench:
         await bench.served("a")
@@ -350,16 +470,21 @@ async def test_a_drain_refuses_new_requests_and_serves_those_that_wait():
 # -- everything at once ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(16))
 async def test_whatever_comes_no_worker_has_two_sets_none_changes_while_leased_and_all_counts_return(seed):
     """Every request asserts its worker's set at its start and its end, and every change that nothing runs."""
     chance = random.Random(seed)
-    async with KeyedBench(slots=chance.randint(1, 3), max_workers=chance.randint(1, 4), max_queue=60) as bench:
+    limits = {"max_workers": chance.randint(1, 4), "max_queue": 60, "idle_timeout": chance.choice([0, 5])}
+    budget = chance.choice([0, SHARED + OWN + 150, SHARED + 3 * OWN + 50])
+    async with KeyedBench(slots=chance.randint(1, 3), memory_budget=budget, **limits) as bench:
+        bench.keep_warm(*chance.choice([[], ["a"], ["b", "e"]]))
         requests: list[Request] = []
         for _ in range(250):
             action = chance.random()
             if action < 0.5:
-                requests.append(bench.request(chance.choice(["", "a", "b", "c", "a+b", "d"]), chance.choice([1, 0.5])))
+                requests.append(
+                    bench.request(chance.choice(["", "a", "b", "c", "a+b", "big"]), chance.choice([1, 0.5]))
+                )
             elif action < 0.75:
                 for request in chance.sample(requests, min(3, len(requests))):
                     request.may_end.set()
@@ -375,7 +500,8 @@ async def test_whatever_comes_no_worker_has_two_sets_none_changes_while_leased_a
                 await bench.clock.advance(chance.random() * 3)
             if chance.random() < 0.5:
                 await asyncio.sleep(0)
-            assert len(bench.pool.workers()) <= bench.pool._limits.max_workers
+            assert len(bench.pool.workers()) <= limits["max_workers"]
+            assert not budget or bench.pool._fleet.memory <= budget
         for request in requests:
             request.may_end.set()
         while not all(request.task.done() for request in requests):

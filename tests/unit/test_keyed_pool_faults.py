@@ -106,6 +106,18 @@ async def test_a_set_under_which_workers_die_again_and_again_before_they_are_rea
         assert len(bench.backends) - spawned <= 3
 
 
+async def test_failures_before_a_worker_was_ready_are_forgotten_when_one_is():
+    async with bench_with(max_workers=1) as bench:
+        for _ in range(3):
+            bench.problems["b"] = ["dies"] * 2
+            request = bench.request("b")
+            await settle()
+            await bench.clock.advance(20)
+            await soon(request.running.wait())
+            await request.end()
+            await bench.use("a")
+
+
 async def test_when_all_workers_are_gone_another_is_started_and_meanwhile_health_is_503():
     async with bench_with() as bench:
         bench.may_start.clear()

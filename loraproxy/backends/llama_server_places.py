@@ -91,7 +91,7 @@ class Place:
 
     def drain_for(self, adapters: AdapterSet) -> None:
         """Of a keyed server: another set waits for it; nothing new is let in until what runs has ended."""
-        if self.intended != adapters and not self.draining:
+        if self.running and self.intended != adapters and not self.draining:
             self.draining = True
             log.info("event=draining server=%s running=%d", self.client.url, self.running)
 

@@ -1,11 +1,11 @@
-"""The public HTTP application: llama-server's routes, each also under ``/lora/{adapter}``."""
+"""The public HTTP application: llama-server's routes and Ollama's, each also under ``/lora/{adapter}``."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
 from loraproxy.config import HttpConfig
-from loraproxy.proxy import adapters_api, control, generate
+from loraproxy.proxy import adapters_api, control, generate, ollama_api
 from loraproxy.proxy.context import ADAPTER_PREFIX, PROXY, Proxy
 from loraproxy.proxy.middleware import cors, errors_as_json, gate, prepare_headers
 from loraproxy.proxy.passthrough import Passthrough
@@ -105,8 +105,12 @@ def make_app(
             app.router.add_route(method, prefix + path, handler)
             if method == "GET":  # as llama-server; probes of health ask so
                 app.router.add_route("HEAD", prefix + path, handler)
+        for (method, path), handler in ollama_api.HANDLERS.items():
+            app.router.add_route(method, prefix + path, handler)
         for method, path in _NOT_SUPPORTED if passthrough is None else ():
             app.router.add_route(method, prefix + path, control.not_supported)
+    if passthrough is None:
+        app.router.add_route("HEAD", "/", ollama_api.alive)
     for (method, path), handler in adapters_api.HANDLERS.items():
         app.router.add_route(method, path, handler)
     for prefix in (ADAPTER_PREFIX, "") if passthrough is not None else ():

@@ -42,7 +42,7 @@ async def models(request: web.Request) -> web.Response:
     """
     proxy = request.app[PROXY]
     proxy.check_url_adapter(request)
-    listing = await _fetch_json(proxy, endpoint(request))
+    listing = await fetch_json(proxy, endpoint(request))
     base_data, base_models = listing["data"][0], listing["models"][0]
     for adapter in proxy.registry:
         if adapter.error:
@@ -105,7 +105,8 @@ async def not_supported(request: web.Request) -> web.Response:
     raise NotSupported(f"{request.method} {endpoint(request)} is not supported by this server")
 
 
-async def _fetch_json(proxy: Proxy, path: str) -> Any:
+async def fetch_json(proxy: Proxy, path: str) -> Any:
+    """What a worker answers to ``GET path``. Raises Unavailable, WorkerFailed."""
     worker = proxy.pool.reach()
     try:
         async with worker.backend.session.get(worker.backend.base_url + path) as answer:

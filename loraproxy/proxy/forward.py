@@ -56,7 +56,7 @@ async def forward(
     WorkerUnreached where nothing was sent, and WorkerFailed or Unavailable when the worker breaks the connection
     before the answer began; later than that a stream ends with an error event.
     """
-    answer = await _send(pool, worker, upstream)
+    answer = await send(pool, worker, upstream)
     try:
         if answer.content_type == "text/event-stream":
             return await _copy_stream(request, pool, answer, headers, on_first_bytes)
@@ -70,7 +70,11 @@ async def forward(
         answer.release()
 
 
-async def _send(pool: Pool, worker: Leased, upstream: Upstream) -> aiohttp.ClientResponse:
+async def send(pool: Pool, worker: Leased, upstream: Upstream) -> aiohttp.ClientResponse:
+    """The worker's answer, its body unread, for the caller to release.
+
+    Raises WorkerUnreached where nothing was sent, WorkerFailed or Unavailable where the connection broke.
+    """
     session = worker.backend.session
     if session.closed:
         raise WorkerUnreached("the worker has just ended; try again later", retry_after=1)

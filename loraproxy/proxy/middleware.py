@@ -20,15 +20,19 @@ from loraproxy import __version__
 from loraproxy.config import CorsConfig, HttpConfig
 from loraproxy.errors import ApiError, NotFound, ServerError, StartFailed, Unauthorized, Unavailable
 from loraproxy.pool.base import Pool
+from loraproxy.proxy import ollama_relay
 
 log = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(r"[!-~]{1,128}")
+_OLLAMA_PATH = re.compile(r"(/lora/[^/]*)?/api/")
 _PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/"})
 
 
-def error_response(error: ApiError) -> web.Response:
-    """``error`` as llama-server's JSON, with Retry-After where it knows one."""
+def error_response(request: web.Request, error: ApiError) -> web.Response:
+    """``error`` as llama-server's JSON, or Ollama's under ``/api``, with Retry-After where it knows one."""
+    if _OLLAMA_PATH.match(request.path):
+        return ollama_relay.error_response(error)
     response = web.json_response(error.body(), status=error.status)
     if isinstance(error, Unavailable) and error.retry_after is not None:
         response.headers["Retry-After"] = str(error.retry_after)
@@ -41,9 +45,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except ApiError as error:
-        return error_response(error)
+        return error_response(request, error)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
-        return error_response(NotFound("File Not Found"))
+        return error_response(request, NotFound("File Not Found"))
     except web.HTTPException:
         raise
     except ConnectionResetError:
@@ -51,7 +55,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception:
         name = request_id(request)
         log.exception("request %s: %s %s failed", name, request.method, request.path)
-        response = error_response(ServerError(f"internal error; the server's log has the details of request {name}"))
+        fault = ServerError(f"internal error; the server's log has the details of request {name}")
+        response = error_response(request, fault)
         response.headers["X-Request-Id"] = name
         return response
 

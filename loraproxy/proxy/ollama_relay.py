@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from loraproxy.errors import ApiError
 from loraproxy.proxy.ollama_answers import NDJSON, OllamaAnswer, error_body
+
+Broken = Callable[[], ApiError]
+"""The error of a request whose connection to the worker broke."""
 
 
 def error_response(error: ApiError) -> web.Response:
@@ -26,27 +30,25 @@ async def relay(
     upstream: aiohttp.ClientResponse,
     answer: OllamaAnswer,
     *,
-    broken: Callable[[], ApiError],
+    broken: Broken,
     headers: Mapping[str, str],
+    on_first_bytes: Callable[[], None] = lambda: None,
 ) -> web.StreamResponse:
     """Send the worker's answer ``upstream`` to the client in Ollama's shape, with ``headers`` added.
 
     A stream that breaks off ends with a line that says ``broken()``; an answer that breaks off before it began raises
     it. The caller releases ``upstream``; doing so before its end is how the worker learns that the client is gone.
     """
-    try:
-        if upstream.status != 200 or upstream.content_type != "text/event-stream":
-            value = json.loads(await upstream.read())
-            if upstream.status == 200:
-                return web.json_response(answer.whole(value), headers=headers)
-            message = str((value.get("error") or {}).get("message", ""))
-            return web.json_response({"error": message}, status=upstream.status, headers=headers)
-    except (aiohttp.ClientError, ConnectionError, ValueError) as error:
-        raise broken() from error
+    if upstream.status != 200 or upstream.content_type != "text/event-stream":
+        return await relay_whole(upstream, answer.whole, broken=broken, headers=headers)
     response = web.StreamResponse(headers={**headers, "Content-Type": NDJSON})
     try:
         await response.prepare(request)
+        first = True
         while chunk := await _next(upstream):
+            if first:
+                first = False
+                on_first_bytes()
             if lines := answer.feed(chunk):
                 await response.write(lines)
         if not answer.ended:
@@ -55,6 +57,27 @@ async def relay(
     except ConnectionResetError:
         pass  # writing failed: the client is gone
     return response
+
+
+async def relay_whole(
+    upstream: aiohttp.ClientResponse,
+    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    *,
+    broken: Broken,
+    headers: Mapping[str, str],
+) -> web.Response:
+    """The worker's answer, not streamed, in the shape that ``shape`` gives it; its errors as Ollama's.
+
+    Raises ``broken()`` where it breaks off.
+    """
+    try:
+        value = json.loads(await upstream.read())
+    except (aiohttp.ClientError, ConnectionError, ValueError) as error:
+        raise broken() from error
+    if upstream.status == 200:
+        return web.json_response(shape(value), headers=headers)
+    message = str((value.get("error") or {}).get("message", ""))
+    return web.json_response({"error": message}, status=upstream.status, headers=headers)
 
 
 async def _next(upstream: aiohttp.ClientResponse) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -165,24 +165,35 @@ async def _run(
     on_first_bytes: Callable[[], None],
 ) -> web.StreamResponse:
     """Send it to a server that is free for it; where that does not accept the connection, to another."""
-    refused: list[Place] = []
     text = upstream.body or b""
+
+    async def send(place: Place) -> web.StreamResponse:
+        if upstream.path in TAKING_LORA:
+            lora = place.lora(wire)
+            upstream.body = text if lora is None else with_member(text, "lora", lora, "lora" in body)
+        elif not place.keyed and headers:
+            await check_own_scales(place, wire, upstream.path)
+        return await relay(request, place, upstream, headers=headers, on_first_bytes=on_first_bytes)
+
+    return await on_a_server(servers, wire, send)
+
+
+async def on_a_server(
+    servers: LlamaServers, wire: AdapterSet, send: Callable[[Place], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """What ``send`` answers with a server that is free for ``wire``; where it raises Unavailable, with another."""
+    refused: list[Place] = []
     while True:
         async with servers.places.run(wire, refused) as place:
-            if upstream.path in TAKING_LORA:
-                lora = place.lora(wire)
-                upstream.body = text if lora is None else with_member(text, "lora", lora, "lora" in body)
-            elif not place.keyed and headers:
-                await _check_own_scales(place, wire, upstream.path)
             try:
-                return await relay(request, place, upstream, headers=headers, on_first_bytes=on_first_bytes)
+                return await send(place)
             except Unavailable:
                 if len(refused) + 1 >= len(servers.places.all):
                     raise
                 refused.append(place)
 
 
-async def _check_own_scales(place: Place, wire: AdapterSet, path: str) -> None:
+async def check_own_scales(place: Place, wire: AdapterSet, path: str) -> None:
     """Raises NotSupported unless the server's own scales are those of ``wire``."""
     scales = {adapter.id: adapter.scale for adapter in await place.client.adapters()} if place.served else {}
     if place.scales(wire) != scales:
@@ -191,6 +202,26 @@ async def _check_own_scales(place: Place, wire: AdapterSet, path: str) -> None:
             f"llama-server runs {path} under its own scales, which are {scales} by its ids, so {wanted} cannot be"
             f" chosen there; set them with POST {place.client.url}/lora-adapters, or use /v1/chat/completions"
         )
+
+
+async def ask(
+    place: Place, method: str, target: str, body: bytes | None, headers: Mapping[str, str]
+) -> aiohttp.ClientResponse:
+    """The answer of the server at ``place``, its body unread, for the caller to release.
+
+    Raises Unavailable where the server did not accept the connection, so that nothing was sent, and WorkerFailed
+    where it broke the connection.
+    """
+    client = place.client
+    try:
+        return await client.session.request(
+            method, URL(client.url + target, encoded=True), data=body, headers=headers, allow_redirects=False
+        )
+    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        message = f"the llama-server at {client.url} does not accept connections; try again later"
+        raise Unavailable(message, retry_after=2) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise broken(place) from error
 
 
 async def relay(
@@ -207,20 +238,7 @@ async def relay(
     where it broke the connection before its answer began. Later than that a stream of events ends with an error
     event, and anything else is cut off.
     """
-    client = place.client
-    try:
-        answer = await client.session.request(
-            upstream.method,
-            URL(client.url + upstream.target, encoded=True),
-            data=upstream.body,
-            headers=upstream.headers,
-            allow_redirects=False,
-        )
-    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-        message = f"the llama-server at {client.url} does not accept connections; try again later"
-        raise Unavailable(message, retry_after=2) from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise _broken(place) from error
+    answer = await ask(place, upstream.method, upstream.target, upstream.body, upstream.headers)
     try:
         merged = CIMultiDict((n, v) for n, v in answer.headers.items() if n.lower() not in _NOT_COPIED)
         merged.update(headers)
@@ -229,7 +247,7 @@ async def relay(
         try:
             data = await answer.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise _broken(place) from error
+            raise broken(place) from error
         return web.Response(body=data, status=answer.status, reason=answer.reason, headers=merged)
     finally:
         answer.release()
@@ -254,7 +272,7 @@ async def _copy(
             try:
                 chunk = await read()
             except (aiohttp.ClientError, OSError):
-                await _cut_off(request, response, answer, _broken(place))
+                await _cut_off(request, response, answer, broken(place))
                 break
             if not chunk:
                 break
@@ -279,7 +297,8 @@ async def _cut_off(
         raise ConnectionResetError
 
 
-def _broken(place: Place) -> WorkerFailed:
+def broken(place: Place) -> WorkerFailed:
+    """The error of a request whose connection to the server broke."""
     return WorkerFailed(f"the llama-server at {place.client.url} broke the connection while it worked on this request")
 
 

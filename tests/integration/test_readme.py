@@ -70,9 +70,12 @@ def assert_prints(output: str, expected: str) -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
-    """``loraproxy demo``, as ``make demo`` starts it."""
-    with running_proxy(tmp_path_factory.mktemp("demo"), ["demo"]) as server:
-        yield server
+    """``loraproxy demo``, as ``make demo`` starts it; what is uploaded goes into a folder of the test's."""
+    folder = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(folder))
+        with running_proxy(folder, ["demo"]) as server:
+            yield server
 
 
 @pytest.fixture
@@ -99,7 +102,8 @@ def robot_as_gguf(files: Path, model: Path) -> Path:
 
 
 def test_every_example_is_run_by_one_of_the_tests_below():
-    kinds = [("bash", "make"), ("bash", "curl"), ("bash", "loraproxy serve"), ("python", ""), ("yaml", "model:")]
+    kinds = [("bash", "make"), ("bash", "curl"), ("bash", "loraproxy serve"), ("bash", "loraproxy inspect")]
+    kinds += [("python", ""), ("yaml", "model:")]
     assert sum(len(those(language, start)) for language, start in kinds) == len(EXAMPLES)
     assert all(those(language, start) for language, start in kinds)
 
@@ -113,19 +117,34 @@ def test_make_knows_the_targets(example):
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("example", those("bash", "curl"))
-def test_curl_gets_an_answer(demo, example):
+def test_curl_gets_an_answer(demo, robot_as_gguf, example):
     script = 'curl() { command curl --silent --show-error --fail-with-body "$@"; }\n' + example.at(demo)
-    done = subprocess.run(["bash", "-e", "-c", script], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    done = subprocess.run(
+        ["bash", "-e", "-c", script], capture_output=True, text=True, timeout=TIMEOUT, check=False, cwd=robot_as_gguf
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert_prints(done.stdout, example.prints)
 
 
 @pytest.mark.parametrize("example", those("python", ""))
-def test_the_openai_client_prints_what_is_said(demo, example):
+def test_the_client_prints_what_is_said(demo, example):
     command = [sys.executable, "-c", example.at(demo)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr
     assert_prints(done.stdout, example.prints)
+
+
+@pytest.mark.parametrize("example", those("bash", "loraproxy inspect"))
+def test_the_commands_on_files_do_their_work(files, example):
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for line in example.code.strip().splitlines():
+        command = [sys.executable, "-m", *shlex.split(line)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT, check=False, cwd=files, env=environment
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (files / "wizard.gguf").stat().st_size > 0
+    assert (files / "pirate-model.gguf").stat().st_size > 0
 
 
 def adapter_names(server: Server) -> list[str]:

@@ -33,6 +33,16 @@ def moe_shapes() -> dict[str, tuple[int, ...]]:
     return shapes | EXPERTS
 
 
+def peft_expert_shapes() -> dict[str, tuple[int, int]]:
+    """The experts' modules as Mixtral's Hugging Face model has them."""
+    return {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{leaf}": shape
+        for layer in range(N_LAYER)
+        for expert in range(N_EXPERT)
+        for leaf, shape in {"w1": (N_FF, N_EMBD), "w2": (N_EMBD, N_FF), "w3": (N_FF, N_EMBD)}.items()
+    }
+
+
 def mamba_shapes() -> dict[str, tuple[int, ...]]:
     """Matrices of a Mamba model that its graph multiplies, and so adapters may target."""
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (N_VOCAB, N_EMBD), "output.weight": (N_VOCAB, N_EMBD)}

@@ -14,6 +14,7 @@ happen to an adapter's rows too, and no table says that; an architecture is list
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -42,6 +43,8 @@ _INTERLEAVED = {
     "granite": True,
     "qwen2": False,
     "qwen3": False,
+    "qwen2moe": False,
+    "qwen3moe": False,
     "gemma": False,
     "gemma2": False,
     "gemma3": False,
@@ -56,6 +59,8 @@ ARCHITECTURES = {
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
 _FUSED = {"qkv_proj": _QKV, "gate_up_proj": _GATE_UP}
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d{1,6})\.(?P<leaf>\w+)", re.ASCII)
+"""A module of one expert, as Mixtral's and Qwen's have them; GGUF stacks those of all experts."""
 
 
 def architecture_of(base: BaseModel) -> Architecture:
@@ -84,6 +89,8 @@ class ModuleNames:
         ``model.layers.0.self_attn.o_proj`` is one tensor; ``qkv_proj`` three, where the base has them apart; and
         ``q_proj`` some rows of one, where the base has it fused.
         """
+        if match := _EXPERT.fullmatch(module):
+            return self._of_expert(match["experts"], int(match["number"]), match["leaf"])
         parent, _, leaf = module.rpartition(".")
         if leaf in _FUSED:
             return self._fused_module(parent, leaf)
@@ -92,6 +99,16 @@ class ModuleNames:
         if leaf in _GATE_UP and (fused := self._gate_up_of(parent)):
             return (Place(fused, (self._halves(fused)[_GATE_UP.index(leaf)],)),)
         return self._whole(module, 0)
+
+    def _of_expert(self, experts: str, number: int, leaf: str) -> tuple[Place, ...]:
+        target = self._target(f"{experts}.{leaf}")
+        shape = None if target is None else self._base.shape_of(target)
+        if target is None or shape is None or len(shape) != 3:
+            return ()
+        n_expert, n_rows, _ = shape
+        if number >= n_expert:
+            raise Refused(f"module {experts}.{number}.{leaf}: the {self._base.describe()} has {n_expert} experts")
+        return (Place(target, (Rows(0, 0, n_rows),), number),)
 
     def _fused_module(self, parent: str, leaf: str) -> tuple[Place, ...]:
         """The place of a module that is fused in the Hugging Face model."""

@@ -16,7 +16,7 @@ from loraproxy.adapters.checks import MAX_NAME, MAX_PAIRS, Refused, listed, op_f
 from loraproxy.adapters.files import CheckedFile
 from loraproxy.adapters.gguf_header import GgufArray, GgufHeader, HeaderGoesOn, read_gguf_header
 from loraproxy.adapters.names import shorten
-from loraproxy.adapters.pairs import AdapterPlan, Part, Rows, plan_pairs
+from loraproxy.adapters.pairs import AdapterPlan, Part, Rows, graph_notes, plan_pairs
 from loraproxy.adapters.stored import StoredTensor
 from loraproxy.adapters.tensors import Op
 from loraproxy.adapters.unsupported import LeftOut, Unsupported
@@ -44,11 +44,9 @@ def plan_gguf(file: CheckedFile, base: BaseModel, unsupported: Unsupported) -> A
     name = header.metadata.get(_BASE_NAME)
     pairs_of_base = plan_pairs(base, _parts(known, alpha, base))
     notes = [f"ignored as llama.cpp ignores them: {listed(norms)}"] if norms else []
-    if any(pair.n_expert for pair in pairs_of_base):
-        notes.append("targets experts: needs a worker that runs one adapter set at a time (--lora-mode graph)")
     return AdapterPlan(
         pairs=pairs_of_base,
-        notes=tuple(notes),
+        notes=(*notes, *graph_notes(pairs_of_base)),
         left_out=left.sentences,
         invocation_tokens=tokens,
         base_name=printable(name, 256) if isinstance(name, str) else "",

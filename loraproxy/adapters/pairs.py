@@ -17,6 +17,7 @@ from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.checks import (
     MAX_FILE_BYTES,
     Refused,
+    WeightShape,
     check_rank,
     check_scale,
     check_shapes,
@@ -49,6 +50,8 @@ class Place:
 
     target: str
     rows: tuple[Rows, ...]
+    expert: int | None = None
+    """Which expert's of a mixture; None: a plain weight."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Part:
     """One module's share of the pair of a base tensor.
 
     a: (rank, n_in), or (n_in, rank) if a_by_token. b: (n_out, rank), where n_out counts all rows of the module's
-    output, of which ``rows`` belong to this base tensor.
+    output, of which ``rows`` belong to this base tensor. expert: whose pair it is; None: a plain weight's, or those of
+    all experts, which both have in front then.
     """
 
     module: str
@@ -66,6 +70,7 @@ class Part:
     rows: tuple[Rows, ...]
     n_out: int
     a_by_token: bool = False
+    expert: int | None = None
 
     @property
     def rank(self) -> int:
@@ -87,8 +92,14 @@ class PlannedPair:
 
     @cached_property
     def rank(self) -> int:
-        """The inner dimension, summed over the parts."""
-        return sum(part.rank for part in self.parts)
+        """The inner dimension, summed over the parts; experts' pairs do not add up."""
+        ranks = [part.rank for part in self.parts]
+        return max(ranks) if self.n_expert else sum(ranks)
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether every part is the pair of one expert."""
+        return any(part.expert is not None for part in self.parts)
 
     @cached_property
     def scale(self) -> float:
@@ -130,8 +141,9 @@ def _plan_pair(base: BaseModel, target: str, parts: list[Part]) -> PlannedPair:
     n_out, n_in, n_expert = weight
     for part in parts:
         a = part.a.shape[::-1] if part.a_by_token else part.a.shape
+        whole = weight if part.expert is None else WeightShape(n_out, n_in)
         check_shapes(
-            base, target if part.n_out == n_out else part.module, a, part.b.shape, weight._replace(n_out=part.n_out)
+            base, target if part.n_out == n_out else part.module, a, part.b.shape, whole._replace(n_out=part.n_out)
         )
         check_scale(target, part.scale)
     pair = PlannedPair(target, op, n_out, n_in, tuple(parts), n_expert)
@@ -142,9 +154,11 @@ def _plan_pair(base: BaseModel, target: str, parts: list[Part]) -> PlannedPair:
 
 
 def _check_apart(pair: PlannedPair) -> None:
-    taken = sorted((rows.at, rows.at + rows.n_rows, part.module) for part in pair.parts for rows in part.rows)
-    for (_, end, first), (begin, _, second) in itertools.pairwise(taken):
-        if begin < end:
+    taken = sorted(
+        (part.expert or 0, rows.at, rows.at + rows.n_rows, part.module) for part in pair.parts for rows in part.rows
+    )
+    for (one, _, end, first), (other, begin, _, second) in itertools.pairwise(taken):
+        if one == other and begin < end:
             raise Refused(f"modules {first} and {second} are both tensor {pair.target}")
 
 
@@ -163,6 +177,8 @@ class _Decoder:
 
     def pair(self, pair: PlannedPair) -> LoraTensor:
         scale = pair.scale
+        if pair.by_expert:
+            return self._experts(pair)
         if len(pair.parts) == 1:
             (part,) = pair.parts
             return LoraTensor(pair.target, pair.op, self._a(pair, part), self._b(pair, part), scale)
@@ -176,9 +192,20 @@ class _Decoder:
                 with np.errstate(over="ignore"):  # what overflows is refused below
                     b[rows.at : rows.at + rows.n_rows, column : column + part.rank] = _taken(values, rows) * factor
             column += part.rank
-        if not all_finite(b):
-            raise Refused(f"tensor {pair.target}: its weights times alpha over rank are too large for float32")
+        _check_finite(pair, b)
         return LoraTensor(pair.target, pair.op, a, b, scale)
+
+    def _experts(self, pair: PlannedPair) -> LoraTensor:
+        """Every expert's pair; zeros where an expert has none, or one of a smaller rank."""
+        a = np.zeros((pair.n_expert, pair.rank, pair.n_in), np.float32)
+        b = np.zeros((pair.n_expert, pair.n_out, pair.rank), np.float32)
+        for part in pair.parts:
+            factor = np.float32(1 if part.scale == pair.scale else part.scale)
+            a[part.expert, : part.rank] = self._values(pair.target, part.a)
+            with np.errstate(over="ignore"):  # what overflows is refused below
+                b[part.expert, :, : part.rank] = self._values(pair.target, part.b) * factor
+        _check_finite(pair, b)
+        return LoraTensor(pair.target, pair.op, a, b, pair.scale)
 
     def _a(self, pair: PlannedPair, part: Part) -> NDArray[np.float32]:
         values = self._values(pair.target, part.a)
@@ -202,6 +229,18 @@ class _Decoder:
             if not all_finite(values):
                 raise Refused(f"tensor {target} holds NaN or infinite weights; the adapter is damaged")
         return values
+
+
+def _check_finite(pair: PlannedPair, b: NDArray[np.float32]) -> None:
+    if not all_finite(b):
+        raise Refused(f"tensor {pair.target}: its weights times alpha over rank are too large for float32")
+
+
+def graph_notes(pairs: Iterable[PlannedPair]) -> list[str]:
+    """What an adapter's notes say where only llama.cpp's own LoRA graph can apply it."""
+    if not any(pair.n_expert for pair in pairs):
+        return []
+    return ["targets experts: needs a worker that runs one adapter set at a time (--lora-mode graph)"]
 
 
 def _taken(b: NDArray[np.float32], rows: Rows) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from loraproxy.adapters.architectures import ModuleNames
 from loraproxy.adapters.base_model import OUTPUT, TOKEN_EMBD, BaseModel
 from loraproxy.adapters.checks import MAX_PAIRS, Refused, listed, op_for
-from loraproxy.adapters.pairs import AdapterPlan, Part, Place, PlannedPair, plan_pairs
+from loraproxy.adapters.pairs import AdapterPlan, Part, Place, PlannedPair, graph_notes, plan_pairs
 from loraproxy.adapters.peft_config import PeftConfig
 from loraproxy.adapters.peft_names import WHOLE, PeftModule, PeftTensors, sort_tensors
 from loraproxy.adapters.stored import StoredTensor
@@ -57,7 +57,7 @@ def plan_peft(
     _check_tying(pairs, settings)
     return AdapterPlan(
         pairs=pairs,
-        notes=(*_scale_notes(modules, alphas, settings), *notes),
+        notes=(*_scale_notes(modules, alphas, settings), *notes, *graph_notes(pairs)),
         left_out=left.sentences,
         invocation_tokens=settings.invocation_tokens,
         base_name=settings.base_name,
@@ -141,7 +141,7 @@ def _parts(
             if module.embedding != (op_for(place.target) is Op.GET_ROWS):
                 kind = "lora_embedding_A/B" if module.embedding else "lora_A/B"
                 raise Refused(f"module {name} has {kind} tensors, which do not fit tensor {place.target}")
-            yield place.target, Part(name, a, b, scale, place.rows, n_out)
+            yield place.target, Part(name, a, b, scale, place.rows, n_out, expert=place.expert)
 
 
 def _check_tying(pairs: Iterable[PlannedPair], settings: PeftConfig) -> None:

@@ -18,7 +18,16 @@ from gguf_tools import (
     random_peft_tensors,
     tiny_llama_shapes,
 )
-from keyed_models import EXPERTS, make_mamba, make_moe, mamba_shapes, merged, moe_shapes, random_pairs
+from keyed_models import (
+    EXPERTS,
+    make_mamba,
+    make_moe,
+    mamba_shapes,
+    merged,
+    moe_shapes,
+    peft_expert_shapes,
+    random_pairs,
+)
 from llama_cpp_logits import PROMPT, divergence, logits
 from loraproxy import _native
 from loraproxy.adapters.base_model import BaseModel
@@ -131,6 +140,17 @@ def test_a_peft_folder_is_applied_as_its_conversion_is(tmp_path: Path):
         change(runtime, member(folder))
         adapted = last_logits(runtime)
     assert divergence(adapted, logits(path, tmp_path / "x.gguf")[-1]) < MAX_DIVERGENCE
+
+
+def test_a_peft_folder_of_experts_equals_merged_weights(tmp_path: Path):
+    path = make_moe(tmp_path / "base.gguf")
+    folder = make_peft_folder(tmp_path / "x", random_peft_tensors(peft_expert_shapes()), peft_config(lora_alpha=4))
+    adapter = read_adapter("x", folder, BaseModel.from_gguf(path))
+    deltas = {tensor.target: np.float32(tensor.scale) * (tensor.b @ tensor.a) for tensor in adapter.tensors}
+    with graph_runtime(path) as runtime:
+        change(runtime, member(folder))
+        adapted = last_logits(runtime)
+    assert divergence(adapted, logits(make_moe(tmp_path / "merged.gguf", deltas))[-1]) < MAX_DIVERGENCE
 
 
 def test_an_adapter_that_cannot_be_applied_is_refused_and_the_set_stays(tmp_path: Path):

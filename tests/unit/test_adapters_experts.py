@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gguf_tools import make_gguf_adapter
-from keyed_models import EXPERTS, N_EMBD, N_EXPERT, N_FF, make_moe, merged, random_pairs
+from gguf_tools import make_gguf_adapter, make_peft_folder, peft_config, random_peft_tensors
+from keyed_models import EXPERTS, N_EMBD, N_EXPERT, N_FF, make_moe, merged, peft_expert_shapes, random_pairs
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.compose import compose
 from loraproxy.adapters.gguf_write import write_gguf_adapter
@@ -97,3 +97,54 @@ def test_composed_adapters_of_experts_add_up(tmp_path: Path, base: BaseModel):
     expected = merged(pairs[0], 0.5)[GATE] + merged(pairs[1], -2.0)[GATE]
     assert tensor.rank == 8
     assert np.allclose(tensor.b @ tensor.a, expected, atol=1e-5)
+
+
+def test_a_peft_folders_experts_are_stacked_whatever_their_ranks_and_alphas(tmp_path: Path, base: BaseModel):
+    shapes = peft_expert_shapes()
+    ranks = {module: 1 + i % 5 for i, module in enumerate(shapes)}
+    tensors = random_peft_tensors(shapes, ranks=ranks)
+    folder = make_peft_folder(tmp_path / "x", tensors, peft_config(lora_alpha=2, alpha_pattern={"w2": 3}))
+    adapter = read_adapter("x", folder, base)
+    assert adapter.summary == survey_adapter("x", folder, base)
+    found = {tensor.target: np.float32(tensor.scale) * (tensor.b @ tensor.a) for tensor in adapter.tensors}
+    assert found.keys() == EXPERTS.keys()
+    for module, rank in ranks.items():
+        _, _, layer, _, _, number, leaf = module.split(".")
+        kind = {"w1": "gate", "w2": "down", "w3": "up"}[leaf]
+        a, b = (tensors[f"base_model.model.{module}.lora_{half}.weight"] for half in "AB")
+        expected = np.float32((3 if leaf == "w2" else 2) / rank) * (b @ a)
+        assert np.allclose(found[f"blk.{layer}.ffn_{kind}_exps.weight"][int(number)], expected, atol=1e-5)
+
+
+def test_experts_that_a_peft_folder_does_not_adapt_are_left_as_they_are(tmp_path: Path, base: BaseModel):
+    module = "model.layers.1.block_sparse_moe.experts.2.w1"
+    folder = make_peft_folder(tmp_path / "x", random_peft_tensors({module: (N_FF, N_EMBD)}))
+    (tensor,) = read_adapter("x", folder, base).tensors
+    assert tensor.target == "blk.1.ffn_gate_exps.weight"
+    assert [bool(tensor.b[i].any()) for i in range(N_EXPERT)] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        (random_peft_tensors({"model.layers.0.block_sparse_moe.experts.4.w1": (N_FF, N_EMBD)}), "has 4 experts"),
+        (random_peft_tensors({"model.layers.0.block_sparse_moe.experts.0.w1": (N_FF, 63)}), "wrong shape"),
+        (random_peft_tensors({"model.layers.0.block_sparse_moe.experts.0.w9": (N_FF, N_EMBD)}), "does not have"),
+        (
+            random_peft_tensors(
+                dict.fromkeys(
+                    ("model.layers.0.block_sparse_moe.experts.0.w1", "model.layers.0.block_sparse_moe.experts.00.w1"),
+                    (N_FF, N_EMBD),
+                )
+            ),
+            "are both tensor",
+        ),
+    ],
+)
+def test_a_peft_folders_experts_that_do_not_fit_are_refused(
+    tmp_path: Path, base: BaseModel, tensors: dict[str, NDArray[np.float32]], reason: str
+):
+    folder = make_peft_folder(tmp_path / "x", tensors)
+    for look in (survey_adapter, read_adapter):
+        with pytest.raises(InvalidAdapterFile, match=reason):
+            look("x", folder, base)

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from loraproxy import __version__
-from loraproxy.config import Config, ConfigError, check_config, load_config
+from loraproxy import __version__, logs
+from loraproxy.config import Config, ConfigError, LogConfig, check_config, load_config
 from loraproxy.errors import ApiError, CommandFailed, StartFailed
 from loraproxy.llama_args import add_llama_server_options, normalise
 
@@ -40,6 +40,8 @@ _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("--max-queue",), "http.max_queue", "N", "requests that may wait; more are answered 503 (256)"),
     (("--max-body",), "http.max_body", "SIZE", "largest request body (32MiB)"),
     (("--drain-timeout",), "http.drain_timeout", "TIME", "how long SIGTERM or Ctrl-C lets requests finish (30s)"),
+    (("--log-format",), "log.format", "FORMAT", "text, or json: one object a line (text)"),
+    (("--log-level",), "log.level", "LEVEL", "debug, info, warning or error (info)"),
     (("--parallel", "-np"), "engine.parallel", "N", "slots: requests in one batch (8)"),
     (("--ctx-size", "-c"), "engine.ctx_size", "N", "tokens of context over all slots (0: up to 4096 for each)"),
     (("--threads", "-t"), "engine.threads", "N", "threads of the engine (0: one for each CPU)"),
@@ -65,6 +67,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
 _SWITCHES: tuple[tuple[tuple[str, ...], str, bool, str], ...] = (
     (("--ignore-unsupported",), "ignore_unsupported", True, "apply the rest of adapters that have unsupported parts"),
     (("--strict-models",), "strict_models", True, "refuse requests whose `model` is neither base nor adapter"),
+    (("--log-requests",), "log.requests", True, "log a line for every finished request"),
     (("--cors-credentials",), "http.cors.credentials", True, argparse.SUPPRESS),
     (("--no-cors-credentials",), "http.cors.credentials", False, "do not allow credentials"),
     (("--mmap",), "engine.mmap", True, argparse.SUPPRESS),
@@ -320,19 +323,17 @@ def _free_name(path: Path, taken: set[str]) -> str:
     return name
 
 
-def _set_up_log(verbose: bool) -> None:
-    logging.basicConfig(
-        stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO
-    )
-    log.setLevel(logging.DEBUG if verbose else logging.INFO)
-    logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of every file it writes
+def _set_up_log(config: LogConfig, verbose: bool) -> None:
+    logs.set_up(config.format, "debug" if verbose else config.level)
+    if config.requests:
+        logs.show_requests()
 
 
 def _serve(arguments: Sequence[str]) -> int:
     from loraproxy.proxy.server import run
 
     config, options = config_from_arguments(arguments)
-    _set_up_log(options.verbose)
+    _set_up_log(config.log, options.verbose)
     if options.ignored:
         log.warning("ignored, as they change nothing here: %s", " ".join(dict.fromkeys(options.ignored)))
     return run(config, lambda url: print(f"listening on {url}", flush=True))
@@ -345,8 +346,8 @@ def _demo(arguments: Sequence[str]) -> int:
     parser = _Parser(prog="loraproxy demo", allow_abbrev=False, description="Serve SmolLM2 with four characters.")
     _add_options(parser, {"http.host", "http.port", "engine.threads", "engine.parallel"})
     options = parser.parse(arguments)
-    _set_up_log(options.verbose)
     config = check_config(_merge(demo_config(), options.overrides), "command line", _OPTION_OF)
+    _set_up_log(config.log, options.verbose)
     return run(config, lambda url: print(curl_lines(url), flush=True))
 
 

@@ -269,6 +269,14 @@ class PoolConfig(Strict):
     )
 
 
+class LogConfig(Strict):
+    """What is written to stderr. API keys, prompts and answers never are."""
+
+    format: Literal["text", "json"] = Field(default="text", description="Lines of text, or a JSON object a line.")
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    requests: bool = Field(default=False, description="A line for every finished request; also with level `debug`.")
+
+
 class Config(Strict):
     """The configuration file of ``loraproxy serve``; the command line overrides it."""
 
@@ -301,6 +309,7 @@ class Config(Strict):
     )
     strict_models: bool = Field(default=False, description="Refuse requests whose `model` is neither base nor adapter.")
     http: HttpConfig = HttpConfig()
+    log: LogConfig = LogConfig()
     backend: BackendConfig = BackendConfig()
     pool: PoolConfig = PoolConfig()
     engine: EngineConfig = EngineConfig()

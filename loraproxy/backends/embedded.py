@@ -34,7 +34,9 @@ _ENVIRONMENT = {
     # glibc: adapters that come and go leave holes in each thread's arena, half as much again as they take themselves
     "MALLOC_ARENA_MAX": "1",
 }
-_WORKER_RECORD = re.compile(r"[\d-]{10} [\d:,.]+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ (.*)")
+_WORKER_RECORD = re.compile(
+    r"[\d-]{10} [\d:,.]+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ (.*?)(?: request=([!-~]{1,128}))?"
+)
 """A line of the worker's own log; all else is llama.cpp's chatter, for --verbose, or last words."""
 
 
@@ -194,7 +196,7 @@ class EmbeddedWorker:
         if text:
             self._last_lines.append(text)
             if match := _WORKER_RECORD.fullmatch(text):
-                log.log(int(getattr(logging, match[1])), "worker: %s", match[2])
+                log.log(int(getattr(logging, match[1])), "worker: %s", match[2], extra={"request_id": match[3] or ""})
             else:
                 log.debug("worker: %s", text)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -99,6 +99,14 @@ class Pool(Protocol):
 
     def reach(self) -> Leased:
         """A worker for a request that does not generate. Raises Unavailable."""
+        ...
+
+    def reachable(self) -> Sequence[Leased]:
+        """All workers that answer."""
+        ...
+
+    def states(self) -> Mapping[str, int]:
+        """How many workers are in which state."""
         ...
 
     def check_ready(self) -> None:

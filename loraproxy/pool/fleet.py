@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from loraproxy.adapters.registry import Bound
 from loraproxy.backends.base import KeyedBackend
 from loraproxy.errors import ApiError, Conflict, ServerError, StartFailed, Unavailable, WorkerFailed
+from loraproxy.logs import REQUEST_ID
 from loraproxy.metrics import Metrics
 from loraproxy.pool.clock import Clock, sleep
 from loraproxy.pool.keyed_worker import KeyedWorker, named
@@ -138,6 +139,7 @@ class Fleet:
     # -- one worker's task ---------------------------------------------------------------------------------
 
     async def _live(self, worker: KeyedWorker) -> None:
+        REQUEST_ID.set("")  # it outlives the request that it was started for
         try:
             await worker.backend.start()
             worker.up = True
@@ -153,6 +155,7 @@ class Fleet:
             self._failed(worker, f"internal error: {error!r}")
         else:
             self._move(worker, State.STOPPED, "drained")
+            self._metrics.worker_stopped()
         worker.up = False
         await self._stop(worker, _GRACE if worker.state is State.STOPPED else 0)
         self.workers.remove(worker)
@@ -173,7 +176,7 @@ class Fleet:
 
     async def _change(self, worker: KeyedWorker) -> None:
         """Give ``worker`` its new set, or leave it the one it has where that cannot be run. Raises what ended it."""
-        seen = fingerprints(worker.bound)
+        seen, began = fingerprints(worker.bound), self._clock.time()
         try:
             await self._change_when_quiet(worker)
         except (WorkerFailed, ServerError, Unavailable, Conflict):
@@ -183,7 +186,7 @@ class Fleet:
             worker.memory = self.kind.memory(worker.has)
             self._events.refused(wanted, error, seen)
         else:
-            self._metrics.worker_changed()
+            self._metrics.worker_changed(self._clock.time() - began)
 
     async def _change_when_quiet(self, worker: KeyedWorker) -> None:
         for wait in _CONFLICT_WAITS:

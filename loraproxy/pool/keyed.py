@@ -62,7 +62,6 @@ class KeyedPool:
         two seconds, where it is not given.
         """
         self._kind = kind
-        self._metrics = metrics
         self._limits = limits or Limits()
         self._clock = clock or LoopClock()
         self._queue = FairQueue()
@@ -115,10 +114,14 @@ class KeyedPool:
 
     def reach(self) -> KeyedWorker:
         """A worker, whatever set it has, for a request that does not generate. Raises Unavailable."""
-        reachable = [worker for worker in self._fleet.workers if worker.reachable]
+        reachable = self.reachable()
         if not self.started or not reachable:
             raise self._unavailable()
         return min(reachable, key=lambda worker: (_ORDER.index(worker.state), worker.in_flight))
+
+    def reachable(self) -> Sequence[KeyedWorker]:
+        """All workers that answer, whatever sets they have."""
+        return [worker for worker in self._fleet.workers if worker.reachable]
 
     def check_ready(self) -> None:
         """Raises Unavailable unless new requests are taken."""
@@ -275,7 +278,6 @@ class KeyedPool:
                         f"too many requests: {self._limits.max_queue} wait for a worker; try again later", retry_after=1
                     )
                 )
-            began = self._clock.time()
             try:
                 worker = await waiter.granted
             except asyncio.CancelledError:
@@ -285,7 +287,6 @@ class KeyedPool:
                 else:
                     self._look()
                 raise
-            self._metrics.queued(self._clock.time() - began)
             if worker.reachable:
                 return worker
             self._give_back(worker)  # it ended between the grant and now: nothing was sent

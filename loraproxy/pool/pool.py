@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -116,7 +116,12 @@ class WorkerPool:
 
         Raises StartFailed; a first start is not tried again.
         """
-        await self._worker.backend.start()
+        self._metrics.worker_spawned()
+        try:
+            await self._worker.backend.start()
+        except StartFailed:
+            self._metrics.worker_died()
+            raise
         try:
             await self._preload(preload)
         except ApiError as error:
@@ -130,6 +135,14 @@ class WorkerPool:
         if self._worker.reachable:
             return self._worker
         raise self._unavailable()
+
+    def reachable(self) -> Sequence[Worker]:
+        """The worker, where it answers."""
+        return [self._worker] if self._worker.reachable else []
+
+    def states(self) -> Mapping[str, int]:
+        """The one worker's state."""
+        return {self._worker.state.value: 1}
 
     def check_ready(self) -> None:
         """Raises Unavailable unless new requests are taken."""
@@ -195,6 +208,7 @@ class WorkerPool:
         self._draining = True
         if self._worker.state is State.READY:
             self._worker.state = State.DRAINING
+            self._metrics.worker_drained()
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
         return self._idle.is_set()
@@ -252,6 +266,7 @@ class WorkerPool:
             ready_since = loop.time()
             end = await self._worker.backend.wait()
             self._worker.state = State.FAILED
+            self._metrics.worker_died()
             log.error("the worker ended: %s; %d requests in flight fail", end.report(), self._worker.in_flight)
             await self._worker.residency.close(self.broken())
             await self._worker.backend.stop(0)
@@ -269,10 +284,12 @@ class WorkerPool:
             await asyncio.sleep(delay)
             # The old worker's requests end with it; each gives its lease back to the object it took it from.
             worker = self._worker = self._make_worker()
+            self._metrics.worker_spawned()
             try:
                 await worker.backend.start()
             except StartFailed as error:
                 worker.state = State.FAILED
+                self._metrics.worker_died()
                 log.error("%s", error)
                 await worker.backend.stop(0)
                 failures += 1

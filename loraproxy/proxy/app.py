@@ -7,7 +7,7 @@ from aiohttp import web
 from loraproxy.config import HttpConfig
 from loraproxy.proxy import adapters_api, control, generate, ollama_api
 from loraproxy.proxy.context import ADAPTER_PREFIX, PROXY, Proxy
-from loraproxy.proxy.middleware import cors, errors_as_json, gate, prepare_headers
+from loraproxy.proxy.middleware import cors, errors_as_json, gate, identified, prepare_headers
 from loraproxy.proxy.passthrough import Passthrough
 
 _HANDLERS = {
@@ -92,7 +92,7 @@ def make_app(
     ``passthrough``: llama-servers are behind, and requests go through to them.
     """
     app = web.Application(
-        middlewares=[errors_as_json, cors(config.cors), gate(proxy.pool, api_keys)],
+        middlewares=[identified, errors_as_json, cors(config.cors), gate(proxy.pool, api_keys)],
         client_max_size=config.max_body,
     )
     app[PROXY] = proxy

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -19,6 +19,7 @@ from loraproxy.errors import AdapterChanged, InvalidAdapterFile, Unavailable, Wo
 from loraproxy.metrics import Metrics
 from loraproxy.pool.base import Leased, Pool
 from loraproxy.proxy.catalog import Catalog
+from loraproxy.proxy.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Proxy:
     base_names: frozenset[str]
     """What clients may call the base model."""
     strict_models: bool = False
+    worker_metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
 
     @property
     def registry(self) -> AdapterRegistry:
@@ -60,7 +62,8 @@ class Proxy:
                     raise
                 bound = again
                 worker = await self._lease_again(stack, bound)
-            yield worker, bound.adapters
+            with self.metrics.lease():
+                yield worker, bound.adapters
 
     async def run(
         self, adapters: AdapterSet, send: Callable[[Leased, AdapterSet], Awaitable[web.StreamResponse]]

@@ -9,7 +9,7 @@ import aiohttp
 from aiohttp import web
 
 from loraproxy.adapters.selectors import parse_lora
-from loraproxy.errors import InvalidRequest, NotSupported, Unavailable
+from loraproxy.errors import InvalidRequest, NotSupported
 from loraproxy.proxy.body import parse_json, read_body
 from loraproxy.proxy.context import PROXY, Proxy, endpoint
 from loraproxy.proxy.forward import Upstream, forward
@@ -86,16 +86,11 @@ async def set_adapters(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """The worker's metrics, where it answers, and the proxy's own."""
+    """The workers' metrics, of those that answer, and the proxy's own."""
     proxy = request.app[PROXY]
     proxy.check_url_adapter(request)
+    theirs = await proxy.worker_metrics.text(proxy.pool)
     own = proxy.metrics.render()
-    try:
-        worker = proxy.pool.reach()
-        async with worker.backend.session.get(f"{worker.backend.base_url}/metrics") as answer:
-            theirs = await answer.read() if answer.status == 200 else b""
-    except (Unavailable, aiohttp.ClientError, ConnectionError):
-        theirs = b""  # an outage of the worker is when the proxy's own figures matter
     separator = b"" if theirs.endswith(b"\n") or not theirs else b"\n"
     return web.Response(body=theirs + separator + own, headers={"Content-Type": "text/plain; version=0.0.4"})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -11,7 +11,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from loraproxy.errors import ApiError, WorkerUnreached
+from loraproxy.logs import id_header
 from loraproxy.pool.base import Leased, Pool
+from loraproxy.proxy.accounting import Account
 
 _NOT_COPIED = frozenset(
     {
@@ -27,6 +29,13 @@ _NOT_COPIED = frozenset(
 """Headers of one connection, and those the proxy sets itself."""
 
 
+_JSON_HEADERS = {"Content-Type": "application/json"}
+
+
+def _ignore(chunk: bytes) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Upstream:
     """What is sent to the worker."""
@@ -37,10 +46,6 @@ class Upstream:
     body: bytes | None = None
 
 
-def _ignore() -> None:
-    pass
-
-
 async def forward(
     request: web.Request,
     pool: Pool,
@@ -48,9 +53,11 @@ async def forward(
     upstream: Upstream,
     *,
     headers: Mapping[str, str],
-    on_first_bytes: Callable[[], None] = _ignore,
+    account: Account | None = None,
 ) -> web.StreamResponse:
     """Send ``upstream`` to ``worker`` and its answer, with ``headers`` added, to the client.
+
+    ``account`` is told what goes by.
 
     Cancelling it (the client went away) closes the connection, which is how the worker learns of it. Raises
     WorkerUnreached where nothing was sent, and WorkerFailed or Unavailable when the worker breaks the connection
@@ -59,11 +66,13 @@ async def forward(
     answer = await send(pool, worker, upstream)
     try:
         if answer.content_type == "text/event-stream":
-            return await _copy_stream(request, pool, answer, headers, on_first_bytes)
+            return await _copy_stream(request, pool, answer, headers, account)
         try:
             body = await answer.read()
         except (aiohttp.ClientError, ConnectionError) as error:
             raise pool.broken() from error
+        if account is not None and answer.status == 200:
+            account.whole(body)
         return web.Response(body=body, status=answer.status, headers=_merged(answer, headers))
     finally:
         # Closes the connection unless the answer was read to its end.
@@ -83,7 +92,7 @@ async def send(pool: Pool, worker: Leased, upstream: Upstream) -> aiohttp.Client
             upstream.method,
             worker.backend.base_url + upstream.path,
             data=upstream.body,
-            headers={"Content-Type": "application/json"} if upstream.body is not None else None,
+            headers=_JSON_HEADERS | id_header() if upstream.body is not None else id_header(),
         )
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise WorkerUnreached("the worker does not accept connections; try again later", retry_after=1) from error
@@ -96,29 +105,29 @@ async def _copy_stream(
     pool: Pool,
     answer: aiohttp.ClientResponse,
     headers: Mapping[str, str],
-    on_first_bytes: Callable[[], None],
+    account: Account | None,
 ) -> web.StreamResponse:
-    """Copy server-sent events. This loop runs for every token of every stream: one read, one write, nothing else."""
+    """Copy server-sent events. This loop runs for every token of every stream: one read, one look, one write."""
     response = web.StreamResponse(status=answer.status, headers=_merged(answer, headers))
-    read, write = answer.content.readany, response.write
+    read, look, write = answer.content.readany, account.chunk if account else _ignore, response.write
     try:
         await response.prepare(request)
-        first = True
         while True:
             try:
                 chunk = await read()
             except (aiohttp.ClientError, ConnectionError):
                 chunk = b""
+                if account is not None:
+                    account.cut_off("error")
                 await write(_error_event(pool.broken()))
             if not chunk:
                 break
-            if first:
-                first = False
-                on_first_bytes()
+            look(chunk)
             await write(chunk)
         await response.write_eof()
     except ConnectionResetError:
-        pass  # Writing failed: the client is gone, and the caller closes the connection to the worker.
+        if account is not None:  # writing failed: the client is gone
+            account.cut_off("cancelled")
     return response
 
 

@@ -11,6 +11,8 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -19,13 +21,17 @@ from aiohttp.typedefs import Handler, Middleware
 from loraproxy import __version__
 from loraproxy.config import CorsConfig, HttpConfig
 from loraproxy.errors import ApiError, NotFound, ServerError, StartFailed, Unauthorized, Unavailable
+from loraproxy.logs import ACCESS, ID_HEADER, REQUEST_ID, SANE_ID
 from loraproxy.pool.base import Pool
 from loraproxy.proxy import ollama_relay
+from loraproxy.proxy.accounting import account_of
 
 log = logging.getLogger(__name__)
 
-_SANE_ID = re.compile(r"[!-~]{1,128}")
+_CLIENT_CLOSED_REQUEST = 499
+"""The status that a log line has where the client left before there was one; nginx's."""
 _OLLAMA_PATH = re.compile(r"(/lora/[^/]*)?/api/")
+_ID: Any = web.RequestKey("request_id", str) if hasattr(web, "RequestKey") else "request_id"  # a word before 3.14
 _PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/"})
 
 
@@ -37,6 +43,47 @@ def error_response(request: web.Request, error: ApiError) -> web.Response:
     if isinstance(error, Unavailable) and error.retry_after is not None:
         response.headers["Retry-After"] = str(error.retry_after)
     return response
+
+
+@web.middleware
+async def identified(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give the request its id, for the log lines of all that is done for it, and log it when it ends."""
+    began = perf_counter()
+    REQUEST_ID.set(request_id(request))
+    status = _CLIENT_CLOSED_REQUEST
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    except web.HTTPException as error:
+        status = error.status
+        raise
+    finally:
+        if ACCESS.isEnabledFor(logging.INFO):
+            ACCESS.info("event=request", extra={"fields": _what_was_done(request, status, perf_counter() - began)})
+
+
+def _what_was_done(request: web.Request, status: int, seconds: float) -> dict[str, Any]:
+    """The fields of a finished request's line; neither query nor body nor headers, which may hold secrets."""
+    fields: dict[str, Any] = {
+        "method": request.method,
+        "path": request.rel_url.raw_path,
+        "status": status,
+        "seconds": round(seconds, 6),
+    }
+    if (account := account_of(request)) is not None:
+        fields |= {"outcome": account.outcome, "lora": account.label}
+        if account.queued is not None:
+            fields["queue_seconds"] = round(account.queued, 6)
+        if account.first is not None:
+            fields["ttft_seconds"] = round(account.first, 6)
+        tokens = account.tokens
+        fields |= {
+            "prompt_tokens": tokens.prompt,
+            "cached_tokens": tokens.cached,
+            "generated_tokens": tokens.generated,
+        }
+    return fields
 
 
 @web.middleware
@@ -54,11 +101,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         raise  # the client is gone: there is nobody to answer
     except Exception:
         name = request_id(request)
-        log.exception("request %s: %s %s failed", name, request.method, request.path)
+        log.exception("%s %s failed", request.method, request.rel_url.raw_path)
         fault = ServerError(f"internal error; the server's log has the details of request {name}")
-        response = error_response(request, fault)
-        response.headers["X-Request-Id"] = name
-        return response
+        return error_response(request, fault)
 
 
 def cors(config: CorsConfig) -> Middleware:
@@ -141,8 +186,7 @@ def prepare_headers(config: CorsConfig) -> Callable[[web.Request, web.StreamResp
     async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
         headers = response.headers
         headers["Server"] = f"loraproxy/{__version__}"
-        if "X-Request-Id" not in headers:
-            headers["X-Request-Id"] = request_id(request)
+        headers[ID_HEADER] = request_id(request)
         if origin := allowed_origin(config, request.headers.get("Origin", "")):
             headers["Access-Control-Allow-Origin"] = origin
             headers["Access-Control-Expose-Headers"] = "X-LoRA, X-Request-Id"
@@ -153,6 +197,9 @@ def prepare_headers(config: CorsConfig) -> Callable[[web.Request, web.StreamResp
 
 
 def request_id(request: web.Request) -> str:
-    """The client's X-Request-Id where it is short and printable, else a new one."""
-    given = request.headers.get("X-Request-Id", "")
-    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    """The client's X-Request-Id where it is short and printable, else a new one; the same whenever it is asked."""
+    name: str | None = request.get(_ID)
+    if name is None:
+        given = request.headers.get(ID_HEADER, "")
+        name = request[_ID] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return name

@@ -8,7 +8,7 @@ with ``:latest``. The ``lora`` field and ``/lora/{adapter}/api/…`` select as e
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from time import perf_counter, perf_counter_ns
+from time import perf_counter_ns
 from typing import Any
 
 import aiohttp
@@ -18,10 +18,11 @@ from loraproxy.adapters.sets import AdapterSet
 from loraproxy.backends.llama_server import LlamaServers
 from loraproxy.backends.llama_server_places import Place
 from loraproxy.errors import NotSupported
+from loraproxy.logs import id_header
 from loraproxy.pool.base import Leased
+from loraproxy.proxy.accounting import account_of, open_account
 from loraproxy.proxy.body import dump_json, parse_object, read_body
 from loraproxy.proxy.context import PROXY, endpoint
-from loraproxy.proxy.counting import counted, outcome_of
 from loraproxy.proxy.forward import Upstream, send
 from loraproxy.proxy.ollama_answers import VERSION, OllamaAnswer, embed_answer, ps_answer, show_answer, tags_answer
 from loraproxy.proxy.ollama_listing import base_facts, check_known, named_adapter, template
@@ -52,7 +53,7 @@ async def embed(request: web.Request) -> web.StreamResponse:
         def shape(value: Mapping[str, Any]) -> dict[str, Any]:
             return embed_answer(_name_of(body), value, perf_counter_ns() - began)
 
-        return await relay_whole(upstream, shape, broken=fault, headers=headers)
+        return await relay_whole(upstream, shape, broken=fault, headers=headers, account=account_of(request))
 
     return await _run(request, body, lambda: embed_call(body), answer)
 
@@ -135,21 +136,13 @@ HANDLERS = {
 async def _generate(
     request: web.Request, make: Callable[[Mapping[str, Any]], Call], text_field: str
 ) -> web.StreamResponse:
-    arrived, proxy = perf_counter(), request.app[PROXY]
     body = parse_object(await read_body(request))
     answer = OllamaAnswer(_name_of(body), text_field)
 
     async def answer_with(
         upstream: aiohttp.ClientResponse, fault: Broken, headers: Mapping[str, str]
     ) -> web.StreamResponse:
-        return await relay(
-            request,
-            upstream,
-            answer,
-            broken=fault,
-            headers=headers,
-            on_first_bytes=lambda: proxy.metrics.first_token(perf_counter() - arrived),
-        )
+        return await relay(request, upstream, answer, broken=fault, headers=headers)
 
     return await _run(request, body, lambda: make(body), answer_with, answer)
 
@@ -163,22 +156,29 @@ async def _run(
 ) -> web.StreamResponse:
     """Ask a worker for what ``make`` makes of the body; ``unasked`` answers a request that only loads a model."""
     proxy = request.app[PROXY]
-    with counted(proxy.metrics, endpoint(request)) as count:
+    account = open_account(request, proxy.metrics, endpoint(request))
+    with account.kept():
         model = model_of(body)
         check_known(proxy, _name_of(body), model)
         adapters = proxy.resolve(request, {**body, "model": model})
-        count.names = proxy.names(adapters)
-        headers = {"X-LoRA": adapters.label(count.names)}
+        names = proxy.names(adapters)
+        headers = {"X-LoRA": adapters.label(names)}
+        account.under(tuple(names.values()), headers["X-LoRA"])
         call = make()
         if unasked is not None and (reason := asks_for_nothing(body)):
-            count.outcome = "ok"
-            return web.json_response(unasked.nothing(reason), headers=headers)
+            response: web.StreamResponse = web.json_response(unasked.nothing(reason), headers=headers)
+            account.answered(response)
+            return response
 
         async def on_worker(worker: Leased, wire: AdapterSet) -> web.StreamResponse:
             if isinstance(worker.backend, LlamaServers):
-                return await on_a_server(
-                    worker.backend, wire, lambda place: _on_llama_server(place, wire, call, answer, headers)
-                )
+
+                async def on_place(place: Place) -> web.StreamResponse:
+                    account.began()
+                    return await _on_llama_server(place, wire, call, answer, headers)
+
+                return await on_a_server(worker.backend, wire, on_place)
+            account.began()
             upstream = await send(proxy.pool, worker, Upstream("POST", call.path, _wire_body(call, wire)))
             try:
                 return await answer(upstream, proxy.pool.broken, headers)
@@ -186,7 +186,7 @@ async def _run(
                 upstream.release()  # closes the connection unless the answer was read to its end
 
         response = await proxy.run(adapters, on_worker)
-        count.outcome = outcome_of(response.status)
+        account.answered(response)
         return response
 
 
@@ -202,7 +202,7 @@ async def _on_llama_server(
         "POST",
         call.path,
         dump_json(body if lora is None else {**body, "lora": lora}),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", **id_header()},
     )
     try:
         return await answer(upstream, lambda: broken(place), headers)

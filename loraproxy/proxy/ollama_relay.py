@@ -10,6 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from loraproxy.errors import ApiError
+from loraproxy.proxy.accounting import Account, account_of
 from loraproxy.proxy.ollama_answers import NDJSON, OllamaAnswer, error_body
 
 Broken = Callable[[], ApiError]
@@ -32,30 +33,31 @@ async def relay(
     *,
     broken: Broken,
     headers: Mapping[str, str],
-    on_first_bytes: Callable[[], None] = lambda: None,
 ) -> web.StreamResponse:
     """Send the worker's answer ``upstream`` to the client in Ollama's shape, with ``headers`` added.
 
     A stream that breaks off ends with a line that says ``broken()``; an answer that breaks off before it began raises
     it. The caller releases ``upstream``; doing so before its end is how the worker learns that the client is gone.
     """
+    account = account_of(request)
     if upstream.status != 200 or upstream.content_type != "text/event-stream":
-        return await relay_whole(upstream, answer.whole, broken=broken, headers=headers)
+        return await relay_whole(upstream, answer.whole, broken=broken, headers=headers, account=account)
     response = web.StreamResponse(headers={**headers, "Content-Type": NDJSON})
     try:
         await response.prepare(request)
-        first = True
         while chunk := await _next(upstream):
-            if first:
-                first = False
-                on_first_bytes()
+            if account is not None:
+                account.chunk(chunk)
             if lines := answer.feed(chunk):
                 await response.write(lines)
         if not answer.ended:
+            if account is not None:
+                account.cut_off("error")
             await response.write(answer.close(broken()))
         await response.write_eof()
-    except ConnectionResetError:
-        pass  # writing failed: the client is gone
+    except ConnectionResetError:  # writing failed: the client is gone
+        if account is not None:
+            account.cut_off("cancelled")
     return response
 
 
@@ -65,16 +67,20 @@ async def relay_whole(
     *,
     broken: Broken,
     headers: Mapping[str, str],
+    account: Account | None = None,
 ) -> web.Response:
     """The worker's answer, not streamed, in the shape that ``shape`` gives it; its errors as Ollama's.
 
     Raises ``broken()`` where it breaks off.
     """
     try:
-        value = json.loads(await upstream.read())
+        raw = await upstream.read()
+        value = json.loads(raw)
     except (aiohttp.ClientError, ConnectionError, ValueError) as error:
         raise broken() from error
     if upstream.status == 200:
+        if account is not None:
+            account.whole(raw)
         return web.json_response(shape(value), headers=headers)
     message = str((value.get("error") or {}).get("message", ""))
     return web.json_response({"error": message}, status=upstream.status, headers=headers)

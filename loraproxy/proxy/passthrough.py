@@ -6,10 +6,8 @@ its server understands, set into the text of the body; nothing else of it is tou
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from time import perf_counter
 from typing import Any
 
 import aiohttp
@@ -21,7 +19,9 @@ from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.backends.llama_server import LlamaServers
 from loraproxy.backends.llama_server_places import Place
 from loraproxy.errors import ApiError, InvalidRequest, NotSupported, Unavailable, WorkerFailed
+from loraproxy.logs import id_header
 from loraproxy.pool.base import Leased
+from loraproxy.proxy.accounting import Account, open_account
 from loraproxy.proxy.body import parse_object, read_body
 from loraproxy.proxy.context import PROXY
 from loraproxy.proxy.splice import with_member
@@ -76,6 +76,7 @@ class Upstream:
         self.target = f"{target}?{query}" if query else target
         dropped = _NOT_SENT if keep_key else _NOT_SENT | _KEYS
         self.headers = CIMultiDict((n, v) for n, v in request.headers.items() if n.lower() not in dropped)
+        self.headers.update(id_header())
         self.body = body
 
 
@@ -102,36 +103,19 @@ class Passthrough:
         return await relay(request, place, upstream, headers={})
 
     async def _generate(self, request: web.Request, upstream: Upstream, body: dict[str, Any]) -> web.StreamResponse:
-        arrived = perf_counter()
         proxy = request.app[PROXY]
-        names: dict[int, str] = {}
-        outcome = "error"
-        try:
+        account = open_account(request, proxy.metrics, upstream.path)
+        with account.kept():
             adapters = proxy.resolve(request, body)
             names = proxy.names(adapters)
             headers = {"X-LoRA": adapters.label(names)}
+            account.under(tuple(names.values()), headers["X-LoRA"])
             if upstream.path in UNDER_ITS_SCALES and not _selects(request, body, adapters):
                 headers = {}  # whatever the server runs it under
             async with proxy.lease(adapters) as (worker, wire):
-                answer = await _run(
-                    request,
-                    servers_of(worker),
-                    wire,
-                    upstream,
-                    body,
-                    headers=headers,
-                    on_first_bytes=lambda: proxy.metrics.first_token(perf_counter() - arrived),
-                )
-            outcome = _outcome(answer.status)
+                answer = await _run(request, servers_of(worker), wire, upstream, body, headers=headers, account=account)
+            account.answered(answer)
             return answer
-        except ApiError as error:
-            outcome = _outcome(error.status)
-            raise
-        except asyncio.CancelledError:
-            outcome = "cancelled"
-            raise
-        finally:
-            proxy.metrics.count(upstream.path, tuple(names.values()), outcome)
 
 
 def _object_or_none(body: bytes | None) -> dict[str, Any] | None:
@@ -162,18 +146,19 @@ async def _run(
     body: Mapping[str, Any],
     *,
     headers: Mapping[str, str],
-    on_first_bytes: Callable[[], None],
+    account: Account,
 ) -> web.StreamResponse:
     """Send it to a server that is free for it; where that does not accept the connection, to another."""
     text = upstream.body or b""
 
     async def send(place: Place) -> web.StreamResponse:
+        account.began()
         if upstream.path in TAKING_LORA:
             lora = place.lora(wire)
             upstream.body = text if lora is None else with_member(text, "lora", lora, "lora" in body)
         elif not place.keyed and headers:
             await check_own_scales(place, wire, upstream.path)
-        return await relay(request, place, upstream, headers=headers, on_first_bytes=on_first_bytes)
+        return await relay(request, place, upstream, headers=headers, account=account)
 
     return await on_a_server(servers, wire, send)
 
@@ -230,10 +215,11 @@ async def relay(
     upstream: Upstream,
     *,
     headers: Mapping[str, str],
-    on_first_bytes: Callable[[], None] = lambda: None,
+    account: Account | None = None,
 ) -> web.StreamResponse:
     """Send ``upstream`` to the server at ``place`` and copy its answer, with ``headers`` added.
 
+    ``account`` is told what goes by.
     Raises Unavailable where the server did not accept the connection, so that nothing was sent, and WorkerFailed
     where it broke the connection before its answer began. Later than that a stream of events ends with an error
     event, and anything else is cut off.
@@ -243,11 +229,13 @@ async def relay(
         merged = CIMultiDict((n, v) for n, v in answer.headers.items() if n.lower() not in _NOT_COPIED)
         merged.update(headers)
         if "Content-Length" not in answer.headers or request.method == "HEAD":
-            return await _copy(request, place, answer, merged, on_first_bytes)
+            return await _copy(request, place, answer, merged, account)
         try:
             data = await answer.read()
         except (aiohttp.ClientError, OSError) as error:
             raise broken(place) from error
+        if account is not None and answer.status == 200:
+            account.whole(data)
         return web.Response(body=data, status=answer.status, reason=answer.reason, headers=merged)
     finally:
         answer.release()
@@ -258,31 +246,31 @@ async def _copy(
     place: Place,
     answer: aiohttp.ClientResponse,
     headers: CIMultiDict[str],
-    on_first_bytes: Callable[[], None],
+    account: Account | None,
 ) -> web.StreamResponse:
-    """Copy as it comes. The loop runs for every token of every stream: one read, one write, nothing else."""
+    """Copy as it comes. The loop runs for every token of every stream: one read, one look, one write."""
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
     if request.method == "HEAD" and (length := answer.headers.get("Content-Length")):
         response.headers["Content-Length"] = length
-    read, write = answer.content.readany, response.write
+    read, look, write = answer.content.readany, account.chunk if account else _ignore, response.write
     try:
         await response.prepare(request)
-        first = True
         while True:
             try:
                 chunk = await read()
             except (aiohttp.ClientError, OSError):
+                if account is not None:
+                    account.cut_off("error")
                 await _cut_off(request, response, answer, broken(place))
                 break
             if not chunk:
                 break
-            if first:
-                first = False
-                on_first_bytes()
+            look(chunk)
             await write(chunk)
         await response.write_eof()
-    except ConnectionResetError:
-        pass  # writing failed: the client is gone; the caller closes the connection to the server, which then stops
+    except ConnectionResetError:  # writing failed: the client is gone
+        if account is not None and not account.outcome:
+            account.cut_off("cancelled")  # the caller closes the connection to the server, which then stops
     return response
 
 
@@ -302,9 +290,5 @@ def broken(place: Place) -> WorkerFailed:
     return WorkerFailed(f"the llama-server at {place.client.url} broke the connection while it worked on this request")
 
 
-def _outcome(status: int) -> str:
-    if status < 400:
-        return "ok"
-    if status < 500:
-        return "refused"
-    return "unavailable" if status == 503 else "error"
+def _ignore(chunk: bytes) -> None:
+    pass

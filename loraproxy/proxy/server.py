@@ -29,6 +29,7 @@ from loraproxy.config import Config, HttpConfig, WorkerSettings
 from loraproxy.errors import ApiError, StartFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.pool import AdapterLimits, WorkerPool
+from loraproxy.pool.worker import State
 from loraproxy.proxy import fronting
 from loraproxy.proxy.adapters_api import AdminState
 from loraproxy.proxy.app import make_app
@@ -118,6 +119,7 @@ def _assemble(
         max_queue=config.http.max_queue,
         adapters=AdapterLimits(config.adapter_memory, config.ignore_unsupported),
     )
+    metrics.watch_workers(tuple(state.value for state in State), lambda: pool.states())
     metrics.watch_adapters(lambda: len(registry), lambda: pool.residency.nbytes, lambda: pool.residency.waiting)
     catalog = Catalog(registry, pool, checks, uploads)
     watcher = None

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from loraproxy.config import WorkerSettings
 from loraproxy.errors import ApiError
+from loraproxy.logs import set_up_worker
 from loraproxy.worker.app import WorkerApp
 from loraproxy.worker.engine import Engine
 from loraproxy.worker.heap import keep_heap_small
@@ -157,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loraproxy.worker", description=__doc__)
     parser.add_argument("--settings", type=Path, required=True, metavar="FILE", help="JSON of WorkerSettings")
     path = parser.parse_args(arguments).settings
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    set_up_worker()
     try:
         asyncio.run(_run(path))
     except (ApiError, OSError, ValueError, RuntimeError) as error:

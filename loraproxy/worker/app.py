@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from loraproxy.config import WorkerAdapter, WorkerSet
 from loraproxy.errors import ApiError, InvalidRequest, NotFound, NotSupported, PayloadTooLarge, ServerError, Unavailable
+from loraproxy.logs import ID_HEADER, REQUEST_ID
 from loraproxy.worker import info
 from loraproxy.worker.answers import Answer, Job, dumps
 from loraproxy.worker.chat import ChatPrompt, chat_to_completion
@@ -211,6 +212,7 @@ class WorkerApp:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turn every error into llama-server's body, and refuse everything until the model is loaded."""
         started = time.monotonic()
+        REQUEST_ID.set(request.headers.get(ID_HEADER, ""))
         try:
             self.engine  # noqa: B018 (raises while loading)
             response = await handler(request)

@@ -302,7 +302,7 @@ async def test_metrics_are_the_workers_and_the_proxys(tmp_path):
         async with bench.get("/metrics") as answer:
             text = await answer.text()
         assert "llamacpp:n_decode_total 1\n" in text
-        for adapter in ("pirate", "base", "several"):
+        for adapter in ("pirate", "base", "(several)"):
             assert f'loraproxy_requests_total{{adapter="{adapter}",endpoint="/completion",outcome="ok"}} 1.0' in text
         assert 'outcome="refused"' in text
         assert "loraproxy_requests_in_flight 0.0" in text

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from loraproxy.backends.base import WorkerExit
 from loraproxy.errors import StartFailed
+from loraproxy.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +171,7 @@ class LlamaServerProcess:
         self._output.cancel()
 
     async def _forward_output(self) -> None:
+        REQUEST_ID.set("")  # it outlives the request that it was started for
         assert self._process.stdout is not None
         pending = b""
         while data := await self._process.stdout.read(65536):

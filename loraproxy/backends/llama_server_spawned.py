@@ -30,6 +30,7 @@ from loraproxy.backends.llama_server_process import (
 )
 from loraproxy.config import WorkerAdapter
 from loraproxy.errors import AdapterChanged, ApiError, InvalidAdapterFile, StartFailed, Unavailable
+from loraproxy.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +181,7 @@ class SpawnedServers(LlamaServers):
 
     async def _kill_when_hung(self, generation: _Generation) -> None:
         """End a server that does not answer, so that ``wait`` returns and it is replaced."""
+        REQUEST_ID.set("")  # it outlives the request that the server was started for
         failures = 0
         while failures < self._liveness.failures and generation is self._current:
             await asyncio.sleep(self._liveness.interval)
@@ -195,6 +197,7 @@ class SpawnedServers(LlamaServers):
 
     async def _leave(self, old: _Generation) -> None:
         """End ``old`` when its last request has ended."""
+        REQUEST_ID.set("")
         await old.place.unused.wait()
         self.places.all.remove(old.place)
         self.places.pump()

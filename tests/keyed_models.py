@@ -17,6 +17,11 @@ N_LAYER, N_EMBD, N_HEAD, N_FF, N_VOCAB = 2, 64, 4, 96, 320
 N_EXPERT = 4
 D_INNER, D_STATE, D_CONV, DT_RANK = 2 * N_EMBD, 16, 4, 8
 
+EXPERT_MODULES = {
+    "llama": ("block_sparse_moe", {"w1": "gate", "w2": "down", "w3": "up"}),
+    "qwen3moe": ("mlp", {"gate_proj": "gate", "down_proj": "down", "up_proj": "up"}),
+}
+"""Architecture to where its Hugging Face model has the experts, and each of their modules to its kind in GGUF."""
 EXPERTS = {
     f"blk.{layer}.ffn_{kind}_exps.weight": (N_EXPERT, *shape)
     for layer in range(N_LAYER)
@@ -33,13 +38,14 @@ def moe_shapes() -> dict[str, tuple[int, ...]]:
     return shapes | EXPERTS
 
 
-def peft_expert_shapes() -> dict[str, tuple[int, int]]:
-    """The experts' modules as Mixtral's Hugging Face model has them."""
+def peft_expert_shapes(architecture: str = "llama") -> dict[str, tuple[int, int]]:
+    """The experts' modules as Mixtral's Hugging Face model has them, or Qwen's."""
+    block, names = EXPERT_MODULES[architecture]
     return {
-        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{leaf}": shape
+        f"model.layers.{layer}.{block}.experts.{expert}.{leaf}": (N_EMBD, N_FF) if kind == "down" else (N_FF, N_EMBD)
         for layer in range(N_LAYER)
         for expert in range(N_EXPERT)
-        for leaf, shape in {"w1": (N_FF, N_EMBD), "w2": (N_EMBD, N_FF), "w3": (N_FF, N_EMBD)}.items()
+        for leaf, kind in names.items()
     }
 
 
@@ -54,10 +60,15 @@ def mamba_shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def make_moe(path: Path, deltas: Mapping[str, NDArray[np.float32]] | None = None) -> Path:
+def make_moe(
+    path: Path, deltas: Mapping[str, NDArray[np.float32]] | None = None, *, architecture: str = "llama"
+) -> Path:
     """Write a model of four experts, two of them for each token, in F32; ``deltas`` are added to its weights."""
     norms = [f"blk.{layer}.{norm}_norm.weight" for layer in range(N_LAYER) for norm in ("attn", "ffn")]
     ones = {name: np.ones(N_EMBD, np.float32) for name in [*norms, "output_norm.weight"]}
+    if architecture == "qwen3moe":
+        of_heads = [f"blk.{layer}.attn_{part}_norm.weight" for layer in range(N_LAYER) for part in "qk"]
+        ones |= {name: np.ones(N_EMBD // N_HEAD, np.float32) for name in of_heads}
 
     def metadata(writer: GGUFWriter) -> None:
         writer.add_feed_forward_length(N_FF)
@@ -65,8 +76,9 @@ def make_moe(path: Path, deltas: Mapping[str, NDArray[np.float32]] | None = None
         writer.add_rope_dimension_count(N_EMBD // N_HEAD)
         writer.add_expert_count(N_EXPERT)
         writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(N_FF)
 
-    return _write(path, "llama", moe_shapes(), ones, metadata, deltas or {})
+    return _write(path, architecture, moe_shapes(), ones, metadata, deltas or {})
 
 
 def make_mamba(path: Path, deltas: Mapping[str, NDArray[np.float32]] | None = None) -> Path:

@@ -43,7 +43,6 @@ _INTERLEAVED = {
     "granite": True,
     "qwen2": False,
     "qwen3": False,
-    "qwen2moe": False,
     "qwen3moe": False,
     "gemma": False,
     "gemma2": False,

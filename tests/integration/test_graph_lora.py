@@ -19,7 +19,11 @@ from gguf_tools import (
     tiny_llama_shapes,
 )
 from keyed_models import (
+    EXPERT_MODULES,
     EXPERTS,
+    N_EMBD,
+    N_EXPERT,
+    N_LAYER,
     make_mamba,
     make_moe,
     mamba_shapes,
@@ -142,15 +146,35 @@ def test_a_peft_folder_is_applied_as_its_conversion_is(tmp_path: Path):
     assert divergence(adapted, logits(path, tmp_path / "x.gguf")[-1]) < MAX_DIVERGENCE
 
 
-def test_a_peft_folder_of_experts_equals_merged_weights(tmp_path: Path):
-    path = make_moe(tmp_path / "base.gguf")
-    folder = make_peft_folder(tmp_path / "x", random_peft_tensors(peft_expert_shapes()), peft_config(lora_alpha=4))
-    adapter = read_adapter("x", folder, BaseModel.from_gguf(path))
-    deltas = {tensor.target: np.float32(tensor.scale) * (tensor.b @ tensor.a) for tensor in adapter.tensors}
+@pytest.mark.parametrize("architecture", EXPERT_MODULES)
+def test_a_peft_folder_of_a_mixture_equals_merged_weights(tmp_path: Path, architecture: str):
+    path = make_moe(tmp_path / "base.gguf", architecture=architecture)
+    block, kinds = EXPERT_MODULES[architecture]
+    shapes = peft_expert_shapes(architecture)
+    parts = "vo" if architecture == "llama" else "qkvo"  # llama's q and k have another order of rows in GGUF
+    shapes |= {f"model.layers.{i}.self_attn.{part}_proj": (N_EMBD, N_EMBD) for i in range(N_LAYER) for part in parts}
+    shapes |= {f"model.layers.{i}.{block}.gate": (N_EXPERT, N_EMBD) for i in range(N_LAYER)}
+    tensors = random_peft_tensors(shapes)
+    deltas = {name: np.zeros(shape, np.float32) for name, shape in moe_shapes().items()}
+    for module in shapes:
+        a, b = (tensors[f"base_model.model.{module}.lora_{half}.weight"] for half in "AB")
+        added = np.float32(4 / 4) * (b @ a)
+        _, _, layer, *rest = module.split(".")
+        if rest[1:2] == ["experts"]:
+            deltas[f"blk.{layer}.ffn_{kinds[rest[3]]}_exps.weight"][int(rest[2])] += added
+        elif rest[-1] == "gate":
+            deltas[f"blk.{layer}.ffn_gate_inp.weight"] += added
+        else:
+            name = rest[-1].removesuffix("_proj")
+            deltas[f"blk.{layer}.attn_{'output' if name == 'o' else name}.weight"] += added
+    folder = make_peft_folder(tmp_path / "x", tensors, peft_config(lora_alpha=4))
     with graph_runtime(path) as runtime:
+        plain = last_logits(runtime)
         change(runtime, member(folder))
         adapted = last_logits(runtime)
-    assert divergence(adapted, logits(make_moe(tmp_path / "merged.gguf", deltas))[-1]) < MAX_DIVERGENCE
+    whole = make_moe(tmp_path / "merged.gguf", deltas, architecture=architecture)
+    assert divergence(adapted, logits(whole)[-1]) < MAX_DIVERGENCE
+    assert divergence(adapted, plain) > 0.01
 
 
 def test_an_adapter_that_cannot_be_applied_is_refused_and_the_set_stays(tmp_path: Path):

@@ -155,7 +155,12 @@ class Engine:
             raise Conflict("this worker applies adapters on the delta path and takes any set with each request")
         async with self._changing:
             await self._between_steps(self._check_idle)
-            staged = await self.loader.in_background(lambda: graph.stage(members))
+            staging = asyncio.ensure_future(self.loader.in_background(lambda: graph.stage(members)))
+            try:
+                staged = await asyncio.shield(staging)
+            except asyncio.CancelledError:
+                staging.add_done_callback(_discard)
+                raise
             try:
                 await self._between_steps(lambda: self._activate(graph, staged))
             finally:
@@ -295,6 +300,12 @@ def _settle(control: _Control, done: Future[Any]) -> None:
         done.set_result(control())
     except Exception as problem:
         done.set_exception(problem)
+
+
+def _discard(staging: asyncio.Future[list[StagedAdapter]]) -> None:
+    if not staging.cancelled() and staging.exception() is None:
+        for adapter in staging.result():
+            adapter.discard()
 
 
 def _deliver(batch: list[tuple[Sequence, Event | ApiError]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,7 @@ from loraproxy.adapters.read import Unsupported, read_adapter
 from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.adapters.tensors import Adapter
 from loraproxy.config import WorkerAdapter, WorkerSetMember
-from loraproxy.errors import AdapterChanged, Conflict, InvalidAdapterFile, InvalidRequest
+from loraproxy.errors import AdapterChanged, Conflict, InvalidAdapterFile, InvalidRequest, ServerError
 from loraproxy.worker.delta import DeltaPath
 from loraproxy.worker.model import Model
 
@@ -84,8 +85,8 @@ class GraphLora:
     def stage(self, members: Sequence[WorkerSetMember]) -> list[StagedAdapter]:
         """Check every member that is not loaded yet, and put what llama.cpp is to load into files of our own.
 
-        Raises InvalidRequest for a set that is none, InvalidAdapterFile, AdapterChanged, and OSError where the files
-        cannot be written.
+        Raises InvalidRequest for a set that is none, InvalidAdapterFile, AdapterChanged, and ServerError where the
+        files cannot be written.
         """
         set_of(members)
         staged: list[StagedAdapter] = []
@@ -106,16 +107,20 @@ class GraphLora:
         if item.digest and adapter.digest != item.digest:
             raise AdapterChanged(f"the file of adapter {item.name!r} changed: {item.path}")
         self._check_targets(adapter)
-        file = self._folder / f"adapter-{item.id}.gguf"
         try:
-            if adapter.source == "gguf" and not adapter.left_out:
-                _copy(item, file, adapter.digest)
-            else:
-                write_gguf_adapter(adapter, self._base, file, "f32")
-        except BaseException:
-            file.unlink(missing_ok=True)
-            raise
-        return file
+            descriptor, name = tempfile.mkstemp(".gguf", f"adapter-{item.id}-", self._folder)
+            try:
+                with open(descriptor, "wb") as file:
+                    if adapter.source == "gguf" and not adapter.left_out:
+                        _copy(item, file, adapter.digest)
+                        return Path(name)
+                write_gguf_adapter(adapter, self._base, Path(name), "f32")
+            except BaseException:
+                os.unlink(name)
+                raise
+        except OSError as error:
+            raise _cannot_write(self._folder, error) from error
+        return Path(name)
 
     def _check_targets(self, adapter: Adapter) -> None:
         """Refuse what llama.cpp would apply to nothing, in silence, or abort on. Raises InvalidAdapterFile."""
@@ -194,6 +199,10 @@ def _shown(adapters: AdapterSet) -> str:
     return str(adapters.wire()) if adapters.entries else "the base model"
 
 
+def _cannot_write(where: object, error: OSError) -> ServerError:
+    return ServerError(f"an adapter cannot be copied to where it is loaded from: {where}: {error.strerror or error}")
+
+
 class _Copy:
     """A hash that writes down what it is given."""
 
@@ -203,22 +212,23 @@ class _Copy:
 
     def update(self, data: bytes | memoryview, /) -> None:
         self._digest.update(data)
-        self._file.write(data)
+        try:
+            self._file.write(data)
+        except OSError as error:  # whoever reads takes it for an error of reading
+            raise _cannot_write(self._file.name, error) from error
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
 
 
-def _copy(item: WorkerAdapter, file: Path, digest: str) -> None:
+def _copy(item: WorkerAdapter, file: BufferedWriter, digest: str) -> None:
     """Copy what was checked, and nothing else, to ``file``. Raises AdapterChanged."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    copy = _Copy(file)
     changed = AdapterChanged(f"the file of adapter {item.name!r} changed while it was read: {item.path}")
-    with open(descriptor, "wb") as writer:
-        copy = _Copy(writer)
-        try:
-            with opened(item.path, MAX_FILE_BYTES) as source:
-                source.skim(copy)
-        except Refused as refusal:
-            raise changed from refusal
+    try:
+        with opened(item.path, MAX_FILE_BYTES) as source:
+            source.skim(copy)
+    except Refused as refusal:
+        raise changed from refusal
     if copy.hexdigest() != digest:
         raise changed

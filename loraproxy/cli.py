@@ -25,7 +25,7 @@ USAGE_ERROR = 2
 START_ERROR = 1
 
 _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
-    (("--model", "-m"), "model", "FILE", "the base model (GGUF)"),
+    (("--model", "-m"), "model", "FILE", "the base model (GGUF); with --backend ollama its name there"),
     (("--alias", "-a"), "alias", "NAME", "the base model's public name; several separated by commas"),
     (("--adapters-dir",), "adapters_dir", "DIR", "register the adapters in this folder, and watch it for changes"),
     (("--adapter-memory",), "adapter_memory", "SIZE", "memory for loaded adapters; 0: no limit (1GiB)"),
@@ -55,7 +55,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("--ubatch-size", "-ub"), "engine.ubatch_size", "N", "physical batch size (512)"),
     (("--gpu-layers", "-ngl", "--n-gpu-layers"), "engine.gpu_layers", "N", "layers on the GPU, or `all` (0)"),
     (("--cache-ram", "-cram"), "engine.cache_ram", "MIB", "memory for the prompt cache in MiB; 0 disables it (512)"),
-    (("--backend",), "backend.kind", "KIND", "what generates: embedded or llama-server (embedded)"),
+    (("--backend",), "backend.kind", "KIND", "what generates: embedded, llama-server or ollama (embedded)"),
     (("--backend-bin",), "backend.bin", "PROGRAM", "a llama-server to start; its own arguments may follow after --"),
     (("--max-workers",), "pool.max_workers", "N", "workers that run one adapter set each at once (4)"),
     (("--memory-budget",), "pool.memory_budget", "SIZE", "memory for all such workers; 0: no limit (0)"),
@@ -236,7 +236,7 @@ def serve_parser() -> _Parser:
         action="append",
         default=[],
         metavar="URL",
-        help="a llama-server that runs already, with --backend llama-server; repeatable",
+        help="with --backend llama-server: one that runs already; repeatable; with --backend ollama: the server",
     )
     parser.add_argument(
         "--preload",
@@ -285,6 +285,8 @@ def config_from_arguments(arguments: Sequence[str]) -> tuple[Config, argparse.Na
     data = _merge(base, overrides)
     data["adapters"] = _merge_adapters(data["adapters"], options)
     config = check_config(data, "command line", _OPTION_OF)
+    if config.model is None and config.backend.kind == "ollama":
+        raise ConfigError("no base model: give --model NAME, one that `ollama list` shows")
     if config.model is None and not config.backend.urls:
         raise ConfigError("no base model: give --model FILE, or `model:` in the configuration file")
     return config, options

@@ -222,10 +222,13 @@ class EngineConfig(Strict):
 
 
 class BackendConfig(Strict):
-    """What generates: the embedded worker, or llama-servers, started here or running somewhere."""
+    """What generates: the embedded worker; llama-servers, started here or running somewhere; or an Ollama server."""
 
-    kind: Literal["embedded", "llama-server"] = "embedded"
-    urls: tuple[str, ...] = Field(default=(), description="llama-servers that run already.")
+    kind: Literal["embedded", "llama-server", "ollama"] = "embedded"
+    urls: tuple[str, ...] = Field(
+        default=(),
+        description="llama-servers that run already, or the Ollama server (default: http://127.0.0.1:11434).",
+    )
     bin: Path | None = Field(default=None, description="A llama-server to start; a bare name: on the PATH.")
     args: tuple[str, ...] = Field(default=(), description="More arguments for the llama-server that is started.")
     api_key: str = Field(default="", description="The key that the llama-servers at `urls` ask for.")
@@ -241,6 +244,16 @@ class BackendConfig(Strict):
 
     @model_validator(mode="after")
     def _is_one(self) -> BackendConfig:
+        if self.kind == "ollama" and (self.bin or self.args or self.api_key):
+            raise ValueError(
+                "bin, args and api_key are for llama-server; ollama takes its url alone (--backend-url URL)"
+            )
+        if self.kind == "ollama" and len(self.urls) > 1:
+            raise ValueError("ollama takes one url, not several")
+        if self.kind == "embedded" and self.urls and not (self.bin or self.args or self.api_key):
+            raise ValueError(
+                "urls need `kind: llama-server` or `kind: ollama` (--backend llama-server, --backend ollama)"
+            )
         if self.kind == "embedded" and (self.urls or self.bin or self.args or self.api_key):
             raise ValueError("urls, bin, args and api_key need `kind: llama-server` (--backend llama-server)")
         if self.kind == "llama-server" and bool(self.urls) == bool(self.bin):
@@ -280,7 +293,9 @@ class LogConfig(Strict):
 class Config(Strict):
     """The configuration file of ``loraproxy serve``; the command line overrides it."""
 
-    model: Path | None = Field(default=None, description="The base model, a GGUF file.")
+    model: Path | None = Field(
+        default=None, description="The base model, a GGUF file; with the backend ollama its name there."
+    )
     alias: str = Field(default="", description="The base model's public name; several separated by commas.")
     adapters: dict[str, AdapterConfig] = Field(
         default_factory=dict,
@@ -334,7 +349,7 @@ class Config(Strict):
         http = self.http.model_copy(update={"api_key_file": at(self.http.api_key_file)})
         return self.model_copy(
             update={
-                "model": at(self.model),
+                "model": self.model if self.backend.kind == "ollama" else at(self.model),
                 "adapters": adapters,
                 "adapters_dir": at(self.adapters_dir),
                 "adapter_roots": tuple(folder / root.expanduser() for root in self.adapter_roots),

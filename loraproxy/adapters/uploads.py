@@ -122,12 +122,21 @@ class UploadFolder:
 
 def default_upload_folder(model: Path) -> Path:
     """The folder for uploads to this base model: adapters fit one base, and the file may be moved or renamed."""
-    home = os.environ.get("XDG_DATA_HOME", "")
-    data = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "share"
     digest = sha256(model.stat().st_size.to_bytes(8, "little"))
     with model.open("rb") as file:
         digest.update(file.read(_FINGERPRINT_BYTES))
-    return data / "loraproxy" / "uploads" / digest.hexdigest()[:16]
+    return _upload_folder(digest.hexdigest())
+
+
+def named_upload_folder(model: str) -> Path:
+    """The folder for uploads to a base model of which there is only a name here: it is on another server."""
+    return _upload_folder(sha256(model.encode()).hexdigest())
+
+
+def _upload_folder(digest: str) -> Path:
+    home = os.environ.get("XDG_DATA_HOME", "")
+    data = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "share"
+    return data / "loraproxy" / "uploads" / digest[:16]
 
 
 def _place_of(path: Path) -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
+from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.gguf_write import AdapterDtype
 from loraproxy.adapters.unsupported import Unsupported
 from loraproxy.backends.base import WorkerExit
@@ -22,7 +23,7 @@ from loraproxy.backends.ollama_api import DEFAULT_URL, NO_ADAPTERS, OllamaClient
 from loraproxy.backends.ollama_base import base_model
 from loraproxy.backends.ollama_bridge import Bridge
 from loraproxy.backends.ollama_models import PREFIX, DerivedModels
-from loraproxy.errors import ApiError, StartFailed
+from loraproxy.errors import ApiError, StartFailed, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +71,15 @@ class OllamaBackend:
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar())
         )
         self._client = client = OllamaClient(upstream, settings.url)
-        try:
-            await self._check(client)
-            base = await base_model(client, settings.model)
-        except ApiError as error:
-            raise StartFailed(error.message) from error
+        base = await _look(client, settings)
+        takes_adapters = await _takes_adapters(client)
+        if not takes_adapters:
+            log.warning("%s; sets whose models are already there still work", NO_ADAPTERS)
         folder = _make_runtime_folder()
         self._open.callback(shutil.rmtree, folder, ignore_errors=True)
         kind = Unsupported.LEAVE_OUT if settings.ignore_unsupported else Unsupported.REFUSE
         models = DerivedModels(client, settings.model, base, dtype=settings.dtype, unsupported=kind, folder=folder)
+        models.takes_adapters = takes_adapters
         self._open.push_async_callback(models.close)
         bridge = Bridge(client, models, base, settings.model, settings.alias or settings.model)
         runner = web.AppRunner(bridge.app(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -113,15 +114,40 @@ class OllamaBackend:
         """Close the bridge and its connections, at once; the server and its models stay as they are."""
         await self._open.aclose()
 
-    async def _check(self, client: OllamaClient) -> None:
+
+async def look(settings: OllamaSettings) -> BaseModel:
+    """What the server says of its model, as adapters see it. Raises StartFailed."""
+    async with aiohttp.ClientSession() as session:
+        return await _look(OllamaClient(session, settings.url), settings)
+
+
+async def _look(client: OllamaClient, settings: OllamaSettings) -> BaseModel:
+    try:
+        await client.version()
+    except Unavailable as error:
+        raise StartFailed(error.message) from error
+    except ApiError as error:
+        raise StartFailed(
+            f"what answers at {client.base_url} is no Ollama server ({error.message}); give its address alone, as in"
+            f" {DEFAULT_URL}"
+        ) from error
+    try:
         names = [entry.name for entry in await client.tags()]
-        if full_name(self._settings.model) not in map(full_name, names):
+        if full_name(settings.model) not in map(full_name, names):
             known = ", ".join(sorted(name for name in names if not name.startswith(PREFIX))) or "none"
             raise StartFailed(
-                f"the Ollama server at {client.base_url} has no model {self._settings.model!r}; it has: {known}"
+                f"the Ollama server at {client.base_url} has no model {settings.model!r}; it has: {known}"
             )
-        if not await client.takes_adapters():
-            log.warning("%s; sets whose models are already there still work", NO_ADAPTERS)
+        return await base_model(client, settings.model)
+    except ApiError as error:
+        raise StartFailed(error.message) from error
+
+
+async def _takes_adapters(client: OllamaClient) -> bool:
+    try:
+        return await client.takes_adapters()
+    except ApiError as error:
+        raise StartFailed(error.message) from error
 
 
 def _make_runtime_folder() -> Path:

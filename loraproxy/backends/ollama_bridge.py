@@ -30,7 +30,7 @@ from loraproxy.backends.ollama_answers import (
     dumps,
     sse_error,
 )
-from loraproxy.backends.ollama_api import OllamaClient
+from loraproxy.backends.ollama_api import OllamaClient, full_name
 from loraproxy.backends.ollama_models import DerivedModels, Member
 from loraproxy.backends.ollama_requests import chat_request, completion_request
 from loraproxy.config import WorkerAdapter
@@ -106,7 +106,11 @@ class Bridge:
         """``GET /v1/models``: the base model."""
         about = {"id": self.alias, "aliases": [self.alias], "tags": [], "object": "model", "created": 0}
         meta = {"n_vocab": self.base.n_vocab}
-        listed = {"name": self.alias, "model": self.alias, "type": "model", "capabilities": ["completion"]}
+        listed: dict[str, Any] = {"name": self.alias, "model": self.alias, "type": "model"}
+        listed["capabilities"] = ["completion"]
+        for entry in await self.client.tags():
+            if full_name(entry.name) == full_name(self.model):
+                listed |= {"size": entry.size, "digest": entry.digest, "details": dict(entry.details)}
         data = [{**about, "owned_by": "ollama", "meta": meta}]
         return web.json_response({"models": [listed], "object": "list", "data": data})
 

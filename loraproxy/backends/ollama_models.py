@@ -25,8 +25,8 @@ from loraproxy.adapters.gguf_write import AdapterDtype, write_gguf_adapter
 from loraproxy.adapters.read import read_adapter
 from loraproxy.adapters.sets import f32
 from loraproxy.adapters.unsupported import Unsupported
-from loraproxy.backends.ollama_api import ModelEntry, OllamaClient, full_name
-from loraproxy.errors import InvalidAdapterFile, NotFound
+from loraproxy.backends.ollama_api import NO_ADAPTERS, ModelEntry, OllamaClient, full_name
+from loraproxy.errors import InvalidAdapterFile, NotFound, NotSupported
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,8 @@ class DerivedModels:
         """Set digest to the name of a model that is known to be there."""
         self._members: dict[str, frozenset[str]] = {}
         self._making: dict[str, asyncio.Task[str]] = {}
+        self.takes_adapters = True
+        """False: the server is known to refuse them, so that nothing is composed for it."""
         self._one_at_a_time = asyncio.Lock()
         """A composition holds whole adapters in memory."""
 
@@ -152,6 +154,8 @@ class DerivedModels:
         if full_name(name) in models:
             log.info("event=derived_model_reused model=%s", name)
             return name
+        if not self.takes_adapters:
+            raise NotSupported(NO_ADAPTERS)
         async with self._one_at_a_time:
             with tempfile.TemporaryDirectory(prefix="loraproxy-", dir=self._folder) as folder:
                 file = Path(folder) / _FILE

@@ -30,7 +30,7 @@ from loraproxy.errors import ApiError, StartFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.pool import AdapterLimits, WorkerPool
 from loraproxy.pool.worker import State
-from loraproxy.proxy import fronting
+from loraproxy.proxy import fronting, ollama_fronting
 from loraproxy.proxy.adapters_api import AdminState
 from loraproxy.proxy.app import make_app
 from loraproxy.proxy.catalog import AdapterChecks, Catalog, Checks
@@ -75,6 +75,8 @@ def run(config: Config, announce: Callable[[str], None]) -> int:
 
 def _prepare(config: Config) -> _Server:
     """What needs no event loop: check the adapter files, and lay out the worker's settings. Raises StartFailed."""
+    if config.backend.kind == "ollama":
+        return _prepare_for_ollama(config)
     if config.backend.urls:
         return _prepare_for_urls(config)
     assert config.model is not None
@@ -101,6 +103,19 @@ def _prepare_for_urls(config: Config) -> _Server:
     uploads = UploadFolder(config.upload_dir or Path(tempfile.gettempdir(), f"loraproxy-uploads-{os.getpid()}"))
     server = _assemble(config, registry, served, uploads, Listing(), make_backend)
     return replace(server, served=served)
+
+
+def _prepare_for_ollama(config: Config) -> _Server:
+    """Likewise where an Ollama server has the base model. Raises StartFailed."""
+    layout = ollama_fronting.at_url(config)
+    registry = AdapterRegistry()
+    uploads = UploadFolder(config.upload_dir.absolute() if config.upload_dir else layout.upload_folder)
+    register_configured(config, registry, layout.checks)
+    listing = register_folder(config, registry, layout.checks)
+    register_uploads(uploads, registry, layout.checks)
+    # adapters are in that server's memory, and only when they are used: it sees to its budget itself
+    unlimited = config.model_copy(update={"adapter_memory": 0})
+    return _assemble(unlimited, registry, layout.checks, uploads, listing, layout.make_backend)
 
 
 def _assemble(
@@ -164,7 +179,7 @@ def _worker_settings(config: Config, model: Path) -> WorkerSettings:
 async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announce: Callable[[str], None]) -> None:
     proxy = server.proxy
     stop, hurry = _watch_signals()
-    passthrough = None if config.backend.kind == "embedded" else Passthrough(keep_key=not keys)
+    passthrough = Passthrough(keep_key=not keys) if config.backend.kind == "llama-server" else None
     app = make_app(proxy, config.http, keys, server.admin, passthrough)
     # handler_cancellation: a client that goes away cancels its handler, which closes the worker's connection.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1, logger=server_log())

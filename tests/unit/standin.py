@@ -112,6 +112,8 @@ class StandIn:
         self.started = asyncio.Event()
         self.stopped = asyncio.Event()
         self.received: list[tuple[str, bytes]] = []
+        self.ids: list[str] = []
+        """The X-Request-Id of each request that was received."""
         self.connections: set[asyncio.Transport] = set()
         self.arrived = asyncio.Semaphore(0)
         self.cancelled = asyncio.Event()
@@ -166,6 +168,7 @@ class StandIn:
         if request.path.startswith("/internal/adapters"):
             return await self._adapter(request, body)
         self.received.append((request.path_qs, body))
+        self.ids.append(request.headers.get("X-Request-Id", ""))
         self.arrived.release()
         if request.path.endswith("models"):
             return web.json_response(MODELS)

@@ -32,10 +32,14 @@ async def unload_adapter(backend: Backend, wire_id: int) -> None:
         await _call(backend, "DELETE", f"/internal/adapters/{wire_id}")
 
 
-async def forget_prompts(backend: Backend, wire_id: int) -> None:
-    """Drop what the worker's prompt cache has of an adapter. Raises WorkerFailed and ServerError."""
+async def forget_prompts(backend: Backend, wire_id: int, digest: str) -> None:
+    """Drop what the worker keeps of an adapter: its prompts in the cache, or models made of it.
+
+    ``digest``: of its content, for a worker that keeps things from one start to the next. Raises WorkerFailed and
+    ServerError.
+    """
     if not isinstance(backend, AdapterHost):
-        await _call(backend, "DELETE", f"/internal/adapters/{wire_id}/prompts")
+        await _call(backend, "DELETE", f"/internal/adapters/{wire_id}/prompts?digest={digest}")
 
 
 async def change_set(backend: Backend, wanted: WorkerSet) -> int:

@@ -182,9 +182,14 @@ class Bridge:
 
     async def forget(self, request: web.Request) -> web.Response:
         """Remove the derived models of an adapter that was removed, unless another name has the same content."""
-        digest = self._digests.pop(_id(request), None)
-        if digest is not None and digest not in self._digests.values():
-            await self.models.remove_adapter(digest)
+        # one that was never loaded since the start may have models of an earlier run
+        digest = self._digests.pop(_id(request), request.query.get("digest"))
+        if digest and digest not in self._digests.values():
+            try:
+                await self.models.remove_adapter(digest)
+            except ApiError as error:
+                log.warning("event=derived_models_left adapter=%s: %s", digest, error.message)
+                raise
         return web.json_response({"success": True})
 
     def _members(self, lora: Any) -> list[Member]:

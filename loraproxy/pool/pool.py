@@ -185,7 +185,7 @@ class WorkerPool:
         await worker.residency.remove(version)
         if worker.reachable:
             with suppress(WorkerFailed, ServerError):  # the cache went with its worker, or goes in its own time
-                await forget_prompts(worker.backend, version.wire_id)
+                await forget_prompts(worker.backend, version.wire_id, version.summary.digest)
 
     def leases(self, version: Version) -> int:
         """Requests that run under ``version`` or wait to."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from aiohttp import web
 
 from loraproxy.config import HttpConfig
@@ -86,10 +88,12 @@ def make_app(
     api_keys: tuple[str, ...],
     admin: adapters_api.AdminState,
     passthrough: Passthrough | None = None,
+    also: Collection[str] = (),
 ) -> web.Application:
     """The application. ``proxy`` and ``admin`` are what its handlers work with.
 
-    ``passthrough``: llama-servers are behind, and requests go through to them.
+    ``passthrough``: llama-servers are behind, and requests go through to them. ``also``: what the workers answer to
+    POST beside what all do.
     """
     app = web.Application(
         middlewares=[identified, errors_as_json, cors(config.cors), gate(proxy.pool, api_keys)],
@@ -107,8 +111,11 @@ def make_app(
                 app.router.add_route("HEAD", prefix + path, handler)
         for (method, path), handler in ollama_api.HANDLERS.items():
             app.router.add_route(method, prefix + path, handler)
+        for path in also:
+            app.router.add_route("POST", prefix + path, generate.generate)
         for method, path in _NOT_SUPPORTED if passthrough is None else ():
-            app.router.add_route(method, prefix + path, control.not_supported)
+            if path not in also:
+                app.router.add_route(method, prefix + path, control.not_supported)
     if passthrough is None:
         app.router.add_route("HEAD", "/", ollama_api.alive)
     for (method, path), handler in adapters_api.HANDLERS.items():

@@ -14,6 +14,9 @@ from loraproxy.backends.ollama_api import DEFAULT_TAG, DEFAULT_URL, full_name
 from loraproxy.config import Config
 from loraproxy.proxy.catalog import Checks
 
+ANSWERS = ("/v1/embeddings",)
+"""What it answers to POST beside what every worker does."""
+
 
 @dataclass(frozen=True)
 class OllamaLayout:

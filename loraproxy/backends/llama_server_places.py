@@ -80,7 +80,6 @@ class Place:
     async def become(self, adapters: AdapterSet) -> None:
         """Of a keyed server on which nothing else runs: change to ``adapters``. Raises WorkerFailed, Unavailable."""
         async with self._changing:
-            self.draining = False
             if self.shown == adapters:
                 return
             self.shown = None
@@ -105,8 +104,9 @@ class Place:
         """Count a request in."""
         self.running += 1
         self.unused.clear()
-        if self.keyed:
+        if self.keyed and self.intended != adapters:
             self.intended = adapters
+            self.draining = False
 
     def give_back(self) -> None:
         """Count a request out."""

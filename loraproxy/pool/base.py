@@ -145,10 +145,6 @@ class Pool(Protocol):
         """Stop the workers, with ``grace`` seconds until they are killed. Requests still in flight fail."""
         ...
 
-
-class Managed(Protocol):
-    """What ``/workers`` shows and does."""
-
     def workers(self) -> Sequence[WorkerInfo]:
         """The workers there are, by id."""
         ...

@@ -17,7 +17,7 @@ from loraproxy.metrics import Metrics
 from loraproxy.pool.clock import Clock, sleep
 from loraproxy.pool.keyed_worker import KeyedWorker, named
 from loraproxy.pool.troubles import Seen, fingerprints
-from loraproxy.pool.worker import State
+from loraproxy.pool.worker import State, log_transition
 
 log = logging.getLogger(__name__)
 
@@ -224,11 +224,7 @@ class Fleet:
         self._log(worker, before.value, reason, bound)
 
     def _log(self, worker: KeyedWorker, before: str, reason: str, bound: Bound | None = None) -> None:
-        key = named(bound or worker.bound)
-        log.info(
-            "event=worker_state worker=%d set=%s from=%s to=%s reason=%r",
-            *(worker.id, key, before, worker.state.value, reason),
-        )
+        log_transition(worker.id, named(bound or worker.bound), before, worker.state, reason)
 
 
 async def _unless_ended(ended: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> None:

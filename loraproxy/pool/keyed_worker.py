@@ -9,20 +9,10 @@ from dataclasses import dataclass, field
 from loraproxy.adapters.registry import Bound, Version
 from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.backends.base import KeyedBackend
-from loraproxy.pool.worker import State
+from loraproxy.pool.worker import NEXT_STATES, State
 
 BASE_BOUND = Bound(BASE)
 """The base model without adapters."""
-
-NEXT_STATES = {
-    State.STARTING: {State.READY, State.FAILED, State.STOPPED},
-    State.READY: {State.DRAINING, State.FAILED, State.STOPPED},
-    State.DRAINING: {State.READY, State.STARTING, State.FAILED, State.STOPPED},
-    State.FAILED: {State.STOPPED},
-    State.STOPPED: set(),
-}
-"""Every way a worker can go. From draining it starts anew with another set, or is ready again where nobody waits for
-that any more."""
 
 
 def label(bound: Bound) -> str:

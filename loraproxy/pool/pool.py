@@ -7,23 +7,28 @@ hold requests back: it admits as many as may run and wait, and refuses the rest 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from loraproxy.adapters.registry import Bound, Version
 from loraproxy.backends.adapter_calls import forget_prompts
-from loraproxy.backends.base import Backend
-from loraproxy.errors import ApiError, ServerError, StartFailed, Unavailable, WorkerFailed
+from loraproxy.backends.base import Backend, WorkerExit
+from loraproxy.errors import ApiError, NotFound, ServerError, StartFailed, Unavailable, WorkerFailed
 from loraproxy.metrics import Metrics
+from loraproxy.pool.base import WorkerInfo
 from loraproxy.pool.loading import WorkerLoader
+from loraproxy.pool.pins import Pins
 from loraproxy.pool.residency import Residency
 from loraproxy.pool.worker import State, Worker
 
 log = logging.getLogger(__name__)
+
+_GRACE = 10.0
+"""Seconds from SIGTERM to SIGKILL for a drained worker."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +53,6 @@ class AdapterLimits:
     ignore_unsupported: bool = False
 
 
-@dataclass(eq=False)
-class _Pin:
-    """How many requests run or wait under one version."""
-
-    count: int = 0
-    last_used: float = 0.0
-    unused: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def take(self) -> None:
-        self.count += 1
-        self.last_used = time.time()
-        self.unused.clear()
-
-    def give_back(self) -> None:
-        self.count -= 1
-        self.last_used = time.time()
-        if not self.count:
-            self.unused.set()
-
-
 class WorkerPool:
     """Owns the worker; every request that generates holds a lease on it from its start to its last byte."""
 
@@ -85,10 +70,12 @@ class WorkerPool:
         self._make_backend = make_backend
         self._metrics = metrics
         self._limits = adapters or AdapterLimits()
-        self._pins: dict[int, _Pin] = {}
+        self._pins = Pins()
         self._slots = slots
         self._max_queue = max_queue
         self._backoff = backoff or Backoff()
+        self._ids = itertools.count()
+        self._last_error = ""
         self._worker = self._make_worker()
         self._keeper: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -160,17 +147,13 @@ class WorkerPool:
         worker.take(bound.adapters)
         self.in_flight += 1
         self._idle.clear()
-        pins = [self._pins.setdefault(version.wire_id, _Pin()) for version in bound.versions]
-        for pin in pins:
-            pin.take()
         try:
-            async with worker.residency.hold(bound.versions):
-                yield worker
+            with self._pins.hold(bound.versions):
+                async with worker.residency.hold(bound.versions):
+                    yield worker
         except WorkerFailed as error:
             raise (self.broken() if self._draining else error) from error
         finally:
-            for pin in pins:
-                pin.give_back()
             worker.give_back(bound.adapters)
             self.in_flight -= 1
             if not self.in_flight:
@@ -178,9 +161,7 @@ class WorkerPool:
 
     async def retire(self, version: Version) -> None:
         """No new request will ask for ``version``: unload it when its last one ends, and return after that."""
-        if (pin := self._pins.get(version.wire_id)) is not None:
-            await pin.unused.wait()
-        self._pins.pop(version.wire_id, None)
+        await self._pins.until_unused(version)
         worker = self._worker
         await worker.residency.remove(version)
         if worker.reachable:
@@ -189,13 +170,11 @@ class WorkerPool:
 
     def leases(self, version: Version) -> int:
         """Requests that run under ``version`` or wait to."""
-        pin = self._pins.get(version.wire_id)
-        return pin.count if pin else 0
+        return self._pins.count(version)
 
     def last_used(self, version: Version) -> float | None:
         """When a request last began or ended under ``version`` (seconds since the epoch); None: never."""
-        pin = self._pins.get(version.wire_id)
-        return pin.last_used if pin else None
+        return self._pins.last_used(version)
 
     def broken(self) -> ApiError:
         """The error of a request whose connection to the worker broke."""
@@ -207,7 +186,7 @@ class WorkerPool:
         """Refuse new leases and wait up to ``timeout`` seconds for those in flight. True when none is left."""
         self._draining = True
         if self._worker.state is State.READY:
-            self._worker.state = State.DRAINING
+            self._worker.move(State.DRAINING, "the server ends")
             self._metrics.worker_drained()
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
@@ -220,14 +199,46 @@ class WorkerPool:
             self._keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._keeper
-        self._worker.state = State.STOPPED
+        self._worker.move(State.STOPPED, "the server ends")
         await self._worker.residency.close(self.broken())
         await self._worker.backend.stop(grace)
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        """The one worker."""
+        worker = self._worker
+        pid = getattr(worker.backend, "pid", None)  # a server that was running before has none
+        return [
+            WorkerInfo(
+                id=worker.id,
+                state=worker.state,
+                adapters=None,
+                leases=worker.in_flight,
+                waiting=worker.residency.waiting,
+                since=worker.since,
+                pid=pid if isinstance(pid, int) else None,
+                restarts=self.restarts,
+                last_error=self._last_error,
+                memory=worker.residency.nbytes,
+            )
+        ]
+
+    def drain_worker(self, worker_id: int) -> WorkerInfo:
+        """Refuse new leases until the worker has finished what it has and a new one is ready.
+
+        Raises NotFound where there is no such worker, and Unavailable where it is not ready.
+        """
+        if worker_id != self._worker.id:
+            raise NotFound(f"there is no worker {worker_id}; there is: {self._worker.id}")
+        if self._worker.state is not State.DRAINING:
+            self.check_ready()
+            self._metrics.worker_drained()
+            self._worker.move(State.DRAINING, f"asked to; {self._worker.in_flight} in flight")
+        return self.workers()[0]
 
     def _make_worker(self) -> Worker:
         backend = self._make_backend()
         loader = WorkerLoader(backend, self._metrics, ignore_unsupported=self._limits.ignore_unsupported)
-        return Worker(backend, Residency(loader, self._limits.memory))
+        return Worker(backend, Residency(loader, self._limits.memory), next(self._ids))
 
     async def _preload(self, versions: Sequence[Version]) -> None:
         size = 0
@@ -253,32 +264,57 @@ class WorkerPool:
         if not self.started:
             return Unavailable("Loading model", retry_after=1)
         wait = max(self._retry_at - asyncio.get_running_loop().time(), 0.0)
+        if self._worker.state is State.DRAINING:
+            return Unavailable("the worker is drained, to be replaced; try again later", retry_after=5)
         return Unavailable("the worker ended and is being replaced; try again later", retry_after=math.ceil(wait) + 1)
 
     def _set_ready(self, worker: Worker) -> None:
-        worker.state = State.DRAINING if self._draining else State.READY
+        worker.move(State.READY, "healthy")
+        if self._draining:
+            worker.move(State.DRAINING, "the server ends")
 
     async def _keep(self) -> None:
-        """Replace the worker whenever it ends, for as long as the pool is open."""
+        """Replace the worker whenever it ends or is drained, for as long as the pool is open."""
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
             ready_since = loop.time()
-            end = await self._worker.backend.wait()
-            self._worker.state = State.FAILED
-            self._metrics.worker_died()
-            log.error("the worker ended: %s; %d requests in flight fail", end.report(), self._worker.in_flight)
-            await self._worker.residency.close(self.broken())
-            await self._worker.backend.stop(0)
-            if loop.time() - ready_since >= self._backoff.healthy_after:
+            end = await self._end_or_drained()
+            worker = self._worker
+            if end is not None:
+                self._metrics.worker_died()
+                self._last_error = end.report()
+                log.error("the worker ended: %s; %d requests in flight fail", end.report(), worker.in_flight)
+                worker.move(State.FAILED, f"{end}")
+            else:
+                self._metrics.worker_stopped()
+                worker.move(State.STOPPED, "drained")
+            await worker.residency.close(self.broken())
+            await worker.backend.stop(0 if end else _GRACE)
+            if end is None or loop.time() - ready_since >= self._backoff.healthy_after:
                 failures = 0
-            failures = await self._replace(failures + 1)
+            failures = await self._replace(failures + (end is not None))
+
+    async def _end_or_drained(self) -> WorkerExit | None:
+        """How the worker ended by itself; None when it is drained, to be replaced."""
+        ended = asyncio.create_task(self._worker.backend.wait())
+        drained = asyncio.create_task(self._worker.drained.wait())
+        try:
+            await asyncio.wait({ended, drained}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                return ended.result()
+            if self._draining:  # the server ends: nothing is to be replaced, unless it fails
+                return await ended
+            return None
+        finally:
+            ended.cancel()
+            drained.cancel()
 
     async def _replace(self, failures: int) -> int:
         """Start workers until one is ready. Returns the number of failures in a row so far."""
         loop = asyncio.get_running_loop()
         while True:
-            delay = self._backoff.delay(failures)
+            delay = self._backoff.delay(failures) if failures else 0.0
             self._retry_at = loop.time() + delay
             log.warning("starting a new worker in %g s", delay)
             await asyncio.sleep(delay)
@@ -288,7 +324,8 @@ class WorkerPool:
             try:
                 await worker.backend.start()
             except StartFailed as error:
-                worker.state = State.FAILED
+                self._last_error = str(error)
+                worker.move(State.FAILED, str(error).partition("\n")[0])
                 self._metrics.worker_died()
                 log.error("%s", error)
                 await worker.backend.stop(0)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from aiohttp import web
 
 from loraproxy.config import HttpConfig
-from loraproxy.proxy import adapters_api, control, generate, ollama_api
+from loraproxy.proxy import adapters_api, control, generate, ollama_api, workers_api
 from loraproxy.proxy.context import ADAPTER_PREFIX, PROXY, Proxy
 from loraproxy.proxy.middleware import cors, errors_as_json, gate, identified, prepare_headers
 from loraproxy.proxy.passthrough import Passthrough
@@ -118,7 +118,7 @@ def make_app(
                 app.router.add_route(method, prefix + path, control.not_supported)
     if passthrough is None:
         app.router.add_route("HEAD", "/", ollama_api.alive)
-    for (method, path), handler in adapters_api.HANDLERS.items():
+    for (method, path), handler in {**adapters_api.HANDLERS, **workers_api.HANDLERS}.items():
         app.router.add_route(method, path, handler)
     for prefix in (ADAPTER_PREFIX, "") if passthrough is not None else ():
         assert passthrough is not None

@@ -28,6 +28,7 @@ from loraproxy.config import HttpConfig
 from loraproxy.errors import AdapterChanged, ApiError, InvalidAdapterFile, StartFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.pool import AdapterLimits, Backoff, WorkerPool
+from loraproxy.pool.worker import State
 from loraproxy.proxy.adapters_api import AdminState
 from loraproxy.proxy.app import make_app
 from loraproxy.proxy.catalog import Catalog, Surveyed
@@ -232,13 +233,10 @@ class Bench:
         self.registry = AdapterRegistry()
         for name in ("pirate", "robot"):
             self.registry.put(name, folder / name, summary(name, folder / name), source=Source.CONFIGURED)
-        backoff = Backoff(first=0.02, longest=0.1)
         self._folder = folder
         metrics = Metrics(lambda: self.pool.in_flight, lambda: self.pool.restarts)
-        limits = AdapterLimits(memory)
-        self.pool = WorkerPool(
-            self._make, metrics, slots=slots, max_queue=http.max_queue, adapters=limits, backoff=backoff
-        )
+        self.pool = self._make_pool(metrics, slots, http.max_queue, memory)
+        metrics.watch_workers(tuple(state.value for state in State), lambda: self.pool.states())
         metrics.watch_adapters(
             lambda: len(self.registry), lambda: self.pool.residency.nbytes, lambda: self.pool.residency.waiting
         )
@@ -248,6 +246,16 @@ class Bench:
         admin = AdminState(self.catalog, AllowedRoots([folder / "root"]), 10_000, {})
         app = make_app(proxy, http, keys, admin)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, logger=server_log())
+
+    def _make_pool(self, metrics: Metrics, slots: int, max_queue: int, memory: int) -> Any:
+        return WorkerPool(
+            self._make,
+            metrics,
+            slots=slots,
+            max_queue=max_queue,
+            adapters=AdapterLimits(memory),
+            backoff=Backoff(first=0.02, longest=0.1),
+        )
 
     @property
     def worker(self) -> StandIn:
@@ -281,9 +289,10 @@ async def running(
     strict: bool = False,
     memory: int = 0,
     started: bool = True,
-) -> AsyncIterator[Bench]:
+    make: type[Bench] = Bench,
+) -> AsyncIterator[Any]:
     """A proxy whose worker has started, unless ``started`` is false."""
-    bench = Bench(folder, http or HttpConfig(), keys, slots=slots, strict=strict, memory=memory)
+    bench = make(folder, http or HttpConfig(), keys, slots=slots, strict=strict, memory=memory)
     await bench.runner.setup()
     await web.TCPSite(bench.runner, "127.0.0.1", 0).start()
     bench.url = f"http://127.0.0.1:{bench.runner.addresses[0][1]}"

@@ -150,7 +150,7 @@ async def test_a_set_that_never_fits_the_memory_is_refused():
 
 
 async def test_a_busy_worker_is_drained_before_its_set_changes_and_the_log_says_so(caplog):
-    caplog.set_level("INFO", logger="loraproxy.pool.fleet")
+    caplog.set_level("INFO", logger="loraproxy.pool.worker")
     async with KeyedBench(max_workers=1) as bench:
         first = await bench.served("a")
         second = bench.request("b")

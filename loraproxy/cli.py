@@ -55,6 +55,12 @@ _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (("--ubatch-size", "-ub"), "engine.ubatch_size", "N", "physical batch size (512)"),
     (("--gpu-layers", "-ngl", "--n-gpu-layers"), "engine.gpu_layers", "N", "layers on the GPU, or `all` (0)"),
     (("--cache-ram", "-cram"), "engine.cache_ram", "MIB", "memory for the prompt cache in MiB; 0 disables it (512)"),
+    (
+        ("--lora-mode",),
+        "engine.lora_mode",
+        "MODE",
+        "delta (all in one batch), or graph: for MoE experts, recurrent models",
+    ),
     (("--backend",), "backend.kind", "KIND", "what generates: embedded, llama-server or ollama (embedded)"),
     (("--backend-bin",), "backend.bin", "PROGRAM", "a llama-server to start; its own arguments may follow after --"),
     (("--max-workers",), "pool.max_workers", "N", "workers that run one adapter set each at once (4)"),

@@ -210,6 +210,11 @@ class EngineConfig(Strict):
     gpu_layers: Layers = Field(default=0, ge=-1, description="Layers on the GPU; -1, `all`: all of them.")
     cache_ram: Size = Field(default=512 * 1024**2, ge=0, description="Memory for the prompt cache; 0 disables it.")
     mmap: bool = Field(default=True, description="Map the model file, so that processes share its pages.")
+    lora_mode: Literal["delta", "graph"] = Field(
+        default="delta",
+        description="delta: any adapter sets in one batch. graph: llama.cpp's own LoRA graph, for adapters of MoE experts"
+        " and recurrent models; one adapter set a worker, as many workers as `pool` allows.",
+    )
     fast_products: bool = Field(
         default=True,
         description="Multiply quantised weights with all rows of a step at once, by kernels of ours, where there is one"

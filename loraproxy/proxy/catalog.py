@@ -80,6 +80,8 @@ class Checks:
     base_names: frozenset[str]
     """No adapter may bear one of these."""
     unsupported: Unsupported = Unsupported.REFUSE
+    experts: bool = True
+    """Adapters of experts can be run."""
 
     def name(self, name: str) -> str:
         """``name`` if an adapter may bear it. Raises InvalidRequest."""
@@ -93,13 +95,21 @@ class Checks:
         self.name(name)
         seen = fingerprint(path)
         try:
-            return Surveyed(survey_adapter(name, path, self.base, unsupported=self.unsupported), seen)
+            return Surveyed(self._run(survey_adapter(name, path, self.base, unsupported=self.unsupported)), seen)
         except InvalidAdapterFile as error:
             return Surveyed(error.message, seen)
 
     def read(self, name: str, path: Path) -> AdapterSummary:
         """What is at ``path``, every weight checked. Raises InvalidAdapterFile."""
-        return read_adapter(name, path, self.base, unsupported=self.unsupported).summary
+        return self._run(read_adapter(name, path, self.base, unsupported=self.unsupported).summary)
+
+    def _run(self, summary: AdapterSummary) -> AdapterSummary:
+        if summary.needs_graph and not self.experts:
+            raise InvalidAdapterFile(
+                f"adapter {summary.name!r} ({summary.path}) targets the weights of experts, which only llama.cpp's own"
+                " LoRA graph can adapt: serve it with --lora-mode graph"
+            )
+        return summary
 
 
 @dataclass(eq=False)

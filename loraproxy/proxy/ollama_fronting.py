@@ -42,7 +42,7 @@ def at_url(config: Config) -> OllamaLayout:
     unsupported = Unsupported.LEAVE_OUT if config.ignore_unsupported else Unsupported.REFUSE
     names = {*config.aliases, model, full_name(model), model.removesuffix(f":{DEFAULT_TAG}")}
     return OllamaLayout(
-        Checks(base, frozenset(names), unsupported),
+        Checks(base, frozenset(names), unsupported, experts=False),
         named_upload_folder(full_name(model)),
         lambda: OllamaBackend(settings),
     )

@@ -28,6 +28,7 @@ from loraproxy.backends.embedded import EmbeddedWorker
 from loraproxy.config import Config, HttpConfig, WorkerSettings
 from loraproxy.errors import ApiError, StartFailed
 from loraproxy.metrics import Metrics
+from loraproxy.pool.base import Pool
 from loraproxy.pool.pool import AdapterLimits, WorkerPool
 from loraproxy.pool.worker import State
 from loraproxy.proxy import fronting, ollama_fronting
@@ -36,6 +37,7 @@ from loraproxy.proxy.app import make_app
 from loraproxy.proxy.catalog import AdapterChecks, Catalog, Checks
 from loraproxy.proxy.connections import raise_open_files_limit, server_log
 from loraproxy.proxy.context import Proxy
+from loraproxy.proxy.keyed_workers import graph_workers, keyed_pool
 from loraproxy.proxy.loading import register_configured, register_folder, register_uploads
 from loraproxy.proxy.middleware import api_keys
 from loraproxy.proxy.passthrough import Passthrough
@@ -90,9 +92,18 @@ def _prepare(config: Config) -> _Server:
     listing = register_folder(config, registry, checks)
     register_uploads(uploads, registry, checks)
     if config.backend.bin is not None:
-        return _assemble(config, registry, checks, uploads, listing, fronting.spawned(config, model, registry))
+        return _assemble(
+            config, registry, checks, uploads, listing, _shared(config, fronting.spawned(config, model, registry))
+        )
     settings = _worker_settings(config, model)
-    return _assemble(config, registry, checks, uploads, listing, lambda: EmbeddedWorker(settings))
+    if config.engine.lora_mode == "graph":
+        kind = graph_workers(config, settings, checks.base)
+
+        def make_pool(metrics: Metrics) -> Pool:
+            return keyed_pool(config, kind, registry, metrics)
+
+        return _assemble(config, registry, checks, uploads, listing, make_pool)
+    return _assemble(config, registry, checks, uploads, listing, _shared(config, lambda: EmbeddedWorker(settings)))
 
 
 def _prepare_for_urls(config: Config) -> _Server:
@@ -101,7 +112,7 @@ def _prepare_for_urls(config: Config) -> _Server:
     served, make_backend = fronting.at_urls(config, registry)
     # servers that run already cannot be given files, so every upload is refused when it was read
     uploads = UploadFolder(config.upload_dir or Path(tempfile.gettempdir(), f"loraproxy-uploads-{os.getpid()}"))
-    server = _assemble(config, registry, served, uploads, Listing(), make_backend)
+    server = _assemble(config, registry, served, uploads, Listing(), _shared(config, make_backend))
     return replace(server, served=served)
 
 
@@ -115,7 +126,7 @@ def _prepare_for_ollama(config: Config) -> _Server:
     register_uploads(uploads, registry, layout.checks)
     # adapters are in that server's memory, and only when they are used: it sees to its budget itself
     unlimited = config.model_copy(update={"adapter_memory": 0})
-    return _assemble(unlimited, registry, layout.checks, uploads, listing, layout.make_backend)
+    return _assemble(unlimited, registry, layout.checks, uploads, listing, _shared(unlimited, layout.make_backend))
 
 
 def _assemble(
@@ -124,16 +135,10 @@ def _assemble(
     checks: AdapterChecks,
     uploads: UploadFolder,
     listing: Listing,
-    make_backend: Callable[[], Backend],
+    make_pool: Callable[[Metrics], Pool],
 ) -> _Server:
     metrics = Metrics(lambda: pool.in_flight, lambda: pool.restarts)
-    pool = WorkerPool(
-        make_backend,
-        metrics,
-        slots=config.engine.parallel,
-        max_queue=config.http.max_queue,
-        adapters=AdapterLimits(config.adapter_memory, config.ignore_unsupported),
-    )
+    pool = make_pool(metrics)
     metrics.watch_workers(tuple(state.value for state in State), lambda: pool.states())
     metrics.watch_adapters(lambda: len(registry), lambda: pool.residency.nbytes, lambda: pool.residency.waiting)
     catalog = Catalog(registry, pool, checks, uploads)
@@ -145,13 +150,29 @@ def _assemble(
     return _Server(Proxy(catalog, pool, metrics, checks.base_names, config.strict_models), admin, watcher)
 
 
+def _shared(config: Config, make_backend: Callable[[], Backend]) -> Callable[[Metrics], Pool]:
+    """A pool whose worker runs any adapter sets at once."""
+
+    def make_pool(metrics: Metrics) -> Pool:
+        return WorkerPool(
+            make_backend,
+            metrics,
+            slots=config.engine.parallel,
+            max_queue=config.http.max_queue,
+            adapters=AdapterLimits(config.adapter_memory, config.ignore_unsupported),
+        )
+
+    return make_pool
+
+
 def _checks(config: Config, model: Path) -> Checks:
     try:
         base = BaseModel.from_gguf(model)
     except ApiError as error:
         raise StartFailed(error.message) from error
     unsupported = Unsupported.LEAVE_OUT if config.ignore_unsupported else Unsupported.REFUSE
-    return Checks(base, frozenset({*config.aliases, str(config.model), model.name, model.stem}), unsupported)
+    names = frozenset({*config.aliases, str(config.model), model.name, model.stem})
+    return Checks(base, names, unsupported, experts=config.engine.lora_mode == "graph")
 
 
 def _worker_settings(config: Config, model: Path) -> WorkerSettings:

@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         Scenario("same", f"{streams} streams, one adapter", streams, 1),
         Scenario("different", f"{streams} streams, {options.adapters} adapters", streams, options.adapters),
     )
+    chosen = [load for load in loads if not options.only or load.key in options.only]
     rows = [["load", "server", "tokens/s", "of direct", "TTFT p50", "more", "ITL p50"]]
     with TemporaryDirectory(prefix="loraproxy-bench-") as scratch:
         adapters = write_random_adapters(BaseModel.from_gguf(demo_model()), Path(scratch), options.adapters)
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         ):
             drivers = {_DIRECT: direct, _PROXIED: proxied}
             patience = Patience(60 * options.wait)
-            for load in loads:
+            for load in chosen:
                 rows += _rows(load, drivers, options.repeats, options.tokens, patience)
     print(as_text(rows))
     lines = [*(f"- {line}" for line in describe_machine()), "", as_markdown(rows)]
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="loraproxy bench llama-server", allow_abbrev=False, description=__doc__)
     found.add_argument("--llama-server", type=Path, metavar="FILE", help="the llama-server")
+    found.add_argument("--only", action="append", choices=["base", "same", "different"], help="one of the loads")
     found.add_argument("--streams", type=int, default=8, metavar="N", help="requests at once, and slots (8)")
     found.add_argument("--adapters", type=int, default=8, metavar="N", help="different adapters (8)")
     found.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of each request (64)")
@@ -86,7 +88,10 @@ def _rows(load: Scenario, drivers: dict[str, Driver], repeats: int, tokens: int,
         pairs.append(_quiet_pair(drivers, job, repeat, patience))
         direct, proxied = pairs[-1][_DIRECT], pairs[-1][_PROXIED]
         ratio = proxied.tokens_per_second / direct.tokens_per_second
-        _say(f"{load.title}: {direct.tokens_per_second:.1f} and {proxied.tokens_per_second:.1f} tokens/s, {ratio:.3f}")
+        _say(
+            f"{load.title}: {direct.tokens_per_second:.1f} and {proxied.tokens_per_second:.1f} tokens/s, {ratio:.3f} ×;"
+            f" first token {direct.ttft_p50:.0f} and {proxied.ttft_p50:.0f} ms"
+        )
     ratio = median(p[_PROXIED].tokens_per_second / p[_DIRECT].tokens_per_second for p in pairs)
     more = median(p[_PROXIED].ttft_p50 - p[_DIRECT].ttft_p50 for p in pairs)
     rows = []

@@ -212,8 +212,8 @@ class EngineConfig(Strict):
     mmap: bool = Field(default=True, description="Map the model file, so that processes share its pages.")
     lora_mode: Literal["delta", "graph"] = Field(
         default="delta",
-        description="delta: any adapter sets in one batch. graph: llama.cpp's own LoRA graph, for adapters of MoE experts"
-        " and recurrent models; one adapter set a worker, as many workers as `pool` allows.",
+        description="delta: any adapter sets in one batch. graph: llama.cpp's own LoRA graph, for adapters of MoE"
+        " experts and recurrent models; one adapter set a worker, as many workers as `pool` allows.",
     )
     fast_products: bool = Field(
         default=True,

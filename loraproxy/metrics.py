@@ -21,6 +21,8 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from loraproxy import __version__
+
 disable_created_metrics()  # type: ignore[no-untyped-call]  # else every series has a twin with the time of its birth
 
 INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -60,6 +62,7 @@ class Metrics:
         """The two functions are read whenever the metrics are."""
         self._registry = CollectorRegistry()
         self._adapters: set[str] = set()
+        self._gauge("build_info", "Always 1; the version is its label", "version").labels(__version__).set(1)
         self._make_requests(in_flight)
         self._make_workers(restarts)
         self._make_adapters()
@@ -95,6 +98,7 @@ class Metrics:
         )
         self._gauge("requests_in_flight", "Requests that run or wait").set_function(in_flight)
         self._leases = self._gauge("leases_in_flight", "Requests that have a worker")
+        self._retries = self._counter("request_retries", "Requests that no worker saw and that went to another")
 
     def _make_workers(self, restarts: Callable[[], float]) -> None:
         self._gauge("worker_restarts", "Workers replaced since the start").set_function(restarts)
@@ -185,6 +189,10 @@ class Metrics:
             yield
         finally:
             self._leases.dec()
+
+    def retried(self) -> None:
+        """A request that no worker saw is tried once more."""
+        self._retries.inc()
 
     def queued(self, seconds: float) -> None:
         """A request is sent to its worker, ``seconds`` after it arrived."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -71,6 +72,15 @@ class KeyedBackend(Backend, Protocol):
         Raises InvalidAdapterFile and AdapterChanged for an adapter, Conflict where a request still runs: it then runs
         what it ran before; WorkerFailed where the worker ended or could not change: end it.
         """
+        ...
+
+
+@runtime_checkable
+class Group(Protocol):
+    """A backend of several servers, which the pool sees as one worker."""
+
+    def states(self) -> Mapping[str, int]:
+        """How many of them are in which state, in the words for a worker's."""
         ...
 
 

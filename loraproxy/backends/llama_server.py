@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -18,6 +19,9 @@ from loraproxy.config import WorkerAdapter
 from loraproxy.errors import ApiError, InvalidAdapterFile, StartFailed
 
 log = logging.getLogger(__name__)
+
+
+_STATES = {Reach.UP: "ready", Reach.CHECKING: "starting", Reach.DOWN: "failed"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,10 @@ class LlamaServers:
     def base_url(self) -> str:
         """A server that is up. Raises Unavailable."""
         return self.places.any_up().client.url
+
+    def states(self) -> Mapping[str, int]:
+        """How many servers are in which state, in the words for a worker's."""
+        return Counter("draining" if place.leaving else _STATES[place.reach] for place in self.places.all)
 
     def _client(self, url: str) -> LlamaServerClient:
         if self._session is None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from loraproxy.adapters.registry import Bound, Version
 from loraproxy.backends.adapter_calls import forget_prompts
-from loraproxy.backends.base import Backend, WorkerExit
+from loraproxy.backends.base import Backend, Group, WorkerExit
 from loraproxy.errors import ApiError, NotFound, ServerError, StartFailed, Unavailable, WorkerFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.base import WorkerInfo
@@ -128,7 +128,10 @@ class WorkerPool:
         return [self._worker] if self._worker.reachable else []
 
     def states(self) -> Mapping[str, int]:
-        """The one worker's state."""
+        """The one worker's state; those of the servers where it is several."""
+        backend = self._worker.backend
+        if isinstance(backend, Group) and self._worker.reachable:
+            return backend.states()
         return {self._worker.state.value: 1}
 
     def check_ready(self) -> None:

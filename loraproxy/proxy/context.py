@@ -76,6 +76,7 @@ class Proxy:
             async with self.lease(adapters) as (worker, wire):
                 return await send(worker, wire)
         except WorkerUnreached as error:
+            self.metrics.retried()
             log.warning("a request is tried on another worker: %s", error.message)
         async with self.lease(adapters) as (worker, wire):
             return await send(worker, wire)

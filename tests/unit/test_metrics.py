@@ -134,6 +134,12 @@ async def test_the_pool_tells_the_states_of_its_workers(tmp_path):
         assert value(found, "loraproxy_workers", state="failed") == 0
 
 
+async def test_servers_behind_one_worker_are_counted_each(tmp_path):
+    async with running(tmp_path) as bench:
+        bench.worker.states = lambda: {"ready": 2, "failed": 1}
+        assert bench.pool.states() == {"ready": 2, "failed": 1}
+
+
 def test_adapters_beyond_the_limit_share_one_label():
     metrics = Metrics(lambda: 0, lambda: 0)
     for number in range(1000):

@@ -192,6 +192,10 @@ class OllamaClient:
         """The objects of ``/api/chat``, as they come; close the iterator to cancel."""
         return self._stream("/api/chat", {**request, "stream": True})
 
+    def ask(self, path: str, request: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The objects of an answer to a request as it is, streamed or one; close the iterator to cancel."""
+        return self._stream(path, request)
+
     async def embed(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of ``/api/embed``."""
         return await self._json("POST", "/api/embed", request)

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY = 1 << 30
 """The proxy's own limit comes first."""
+NDJSON = "application/x-ndjson"
+_SELECTORS = ("lora", "adapter_id", "parameters", "name")
 _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Events = AsyncGenerator[dict[str, Any], None]
@@ -90,6 +92,10 @@ class Bridge:
                 web.post("/chat/completions", self.chat),
                 web.post("/v1/chat/completions", self.chat),
                 web.post("/v1/embeddings", self.embed),
+                web.post("/api/generate", self.as_it_is),
+                web.post("/api/chat", self.as_it_is),
+                web.post("/api/embed", self.as_it_is),
+                web.post("/api/show", self.show),
                 web.post("/internal/adapters", self.load),
                 web.delete("/internal/adapters/{id}", self.unload),
                 web.delete("/internal/adapters/{id}/prompts", self.forget),
@@ -160,6 +166,39 @@ class Bridge:
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return web.json_response({"model": self.alias, "object": "list", "usage": usage, "data": vectors})
+
+    async def as_it_is(self, request: web.Request) -> web.StreamResponse:
+        """A request of Ollama's own API: everything goes through but ``lora``, and the model, which is the set's.
+
+        Answers carry the model's name as it was asked for.
+        """
+        body = await _body(request)
+        named = {"model": body.get("model", "")}
+        asked = {key: value for key, value in body.items() if key not in _SELECTORS}
+        path = request.path
+        async with aclosing(
+            self._events(self._members(body.get("lora")), asked, lambda filled: self.client.ask(path, filled))
+        ) as events:
+            first = {**await anext(events), **named}
+            if path == "/api/embed" or body.get("stream") is False:
+                return web.Response(body=dumps(first), content_type="application/json", charset="utf-8")
+            response = web.StreamResponse(headers={"Content-Type": NDJSON})
+            await response.prepare(request)
+            try:
+                await response.write(dumps(first) + b"\n")
+                async for event in events:
+                    await response.write(dumps({**event, **named}) + b"\n")
+                await response.write_eof()
+            except ApiError as error:
+                await response.write_eof(dumps({"error": error.message}) + b"\n")
+            except ConnectionError:
+                log.debug("event=client_gone path=%s", request.path)
+            return response
+
+    async def show(self, request: web.Request) -> web.Response:
+        """``POST /api/show`` of the base model, whatever the body names."""
+        body = await _body(request)
+        return web.json_response(await self.client.show(self.model, verbose=body.get("verbose") is True))
 
     async def load(self, request: web.Request) -> web.Response:
         """Know an adapter from now on; its model is made when it is first used. Ollama's memory is its own."""

@@ -103,6 +103,10 @@ class Account:
         else:
             self._note(body)
 
+    def counted(self, tokens: Tokens) -> None:
+        """The tokens of an answer that says them in its own way."""
+        self._usage = tokens
+
     def cut_off(self, outcome: str) -> None:
         """The answer ended early, after its status was sent: ``error`` or ``cancelled``."""
         self.outcome = outcome

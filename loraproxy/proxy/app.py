@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from loraproxy.config import HttpConfig
 from loraproxy.proxy import adapters_api, control, generate, ollama_api, workers_api
@@ -88,12 +89,12 @@ def make_app(
     api_keys: tuple[str, ...],
     admin: adapters_api.AdminState,
     passthrough: Passthrough | None = None,
-    also: Collection[str] = (),
+    instead: Mapping[tuple[str, str], Handler] | None = None,
 ) -> web.Application:
     """The application. ``proxy`` and ``admin`` are what its handlers work with.
 
-    ``passthrough``: llama-servers are behind, and requests go through to them. ``also``: what the workers answer to
-    POST beside what all do.
+    ``passthrough``: llama-servers are behind, and requests go through to them. ``instead``: handlers, by method and
+    path, of the backend behind in place of those that are for every other.
     """
     app = web.Application(
         middlewares=[identified, errors_as_json, cors(config.cors), gate(proxy.pool, api_keys)],
@@ -102,6 +103,7 @@ def make_app(
     app[PROXY] = proxy
     app[adapters_api.ADMIN] = admin
     app.on_response_prepare.append(prepare_headers(config.cors))
+    own = instead or {}
     for prefix in ("", ADAPTER_PREFIX):
         for (method, path), handler in _HANDLERS.items():
             if passthrough is not None and (method, path) not in _BEFORE_LLAMA_SERVER:
@@ -109,12 +111,11 @@ def make_app(
             app.router.add_route(method, prefix + path, handler)
             if method == "GET":  # as llama-server; probes of health ask so
                 app.router.add_route("HEAD", prefix + path, handler)
-        for (method, path), handler in ollama_api.HANDLERS.items():
-            app.router.add_route(method, prefix + path, handler)
-        for path in also:
-            app.router.add_route("POST", prefix + path, generate.generate)
+        ollama: dict[tuple[str, str], Handler] = {**ollama_api.HANDLERS, **own}
+        for (method, path), answer in ollama.items():
+            app.router.add_route(method, prefix + path, answer)
         for method, path in _NOT_SUPPORTED if passthrough is None else ():
-            if path not in also:
+            if (method, path) not in own:
                 app.router.add_route(method, prefix + path, control.not_supported)
     if passthrough is None:
         app.router.add_route("HEAD", "/", ollama_api.alive)

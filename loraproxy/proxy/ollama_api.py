@@ -1,4 +1,4 @@
-"""Ollama's own API, for its clients, over every kind of worker.
+"""Ollama's own API, for its clients, over every kind of worker that speaks llama-server's.
 
 A model of Ollama is here the base model or an adapter on it: ``smollm2``, ``pirate``, ``smollm2:pirate``, each also
 with ``:latest``. The ``lora`` field and ``/lora/{adapter}/api/…`` select as everywhere; an unknown model is Ollama's

@@ -12,10 +12,17 @@ from loraproxy.adapters.uploads import named_upload_folder
 from loraproxy.backends.ollama import OllamaBackend, OllamaSettings, look
 from loraproxy.backends.ollama_api import DEFAULT_TAG, DEFAULT_URL, full_name
 from loraproxy.config import Config
+from loraproxy.proxy import generate, ollama_native
 from loraproxy.proxy.catalog import Checks
 
-ANSWERS = ("/v1/embeddings",)
-"""What it answers to POST beside what every worker does."""
+HANDLERS = {
+    ("POST", "/v1/embeddings"): generate.generate,
+    ("POST", "/api/generate"): ollama_native.run,
+    ("POST", "/api/chat"): ollama_native.run,
+    ("POST", "/api/embed"): ollama_native.run,
+    ("POST", "/api/show"): ollama_native.show,
+}
+"""Method and path to handler: what is served beside, or otherwise than, over other workers."""
 
 
 @dataclass(frozen=True)

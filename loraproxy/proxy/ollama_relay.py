@@ -45,7 +45,7 @@ async def relay(
     response = web.StreamResponse(headers={**headers, "Content-Type": NDJSON})
     try:
         await response.prepare(request)
-        while chunk := await _next(upstream):
+        while chunk := await next_bytes(upstream):
             if account is not None:
                 account.chunk(chunk)
             if lines := answer.feed(chunk):
@@ -86,7 +86,7 @@ async def relay_whole(
     return web.json_response({"error": message}, status=upstream.status, headers=headers)
 
 
-async def _next(upstream: aiohttp.ClientResponse) -> bytes:
+async def next_bytes(upstream: aiohttp.ClientResponse) -> bytes:
     """The next bytes; none at the end, or where the stream breaks off, which is too early an end to the answer."""
     try:
         return await upstream.content.readany()

@@ -201,8 +201,8 @@ async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announc
     proxy = server.proxy
     stop, hurry = _watch_signals()
     passthrough = Passthrough(keep_key=not keys) if config.backend.kind == "llama-server" else None
-    also = ollama_fronting.ANSWERS if config.backend.kind == "ollama" else ()
-    app = make_app(proxy, config.http, keys, server.admin, passthrough, also)
+    instead = ollama_fronting.HANDLERS if config.backend.kind == "ollama" else None
+    app = make_app(proxy, config.http, keys, server.admin, passthrough, instead)
     # handler_cancellation: a client that goes away cancels its handler, which closes the worker's connection.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1, logger=server_log())
     await runner.setup()

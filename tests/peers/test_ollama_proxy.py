@@ -88,7 +88,13 @@ def test_characters_and_sets_are_served_by_name_through_every_api(proxy: Server,
             *(f"{name}:latest" for name in CHARACTERS),
         }
         assert client.show("pirate").details is not None
+        generated = client.generate("pirate", "Who are you?", options={**sampling, "num_ctx": 1024}, keep_alive="1m")
+        assert (generated.model, generated.response, bool(generated.context)) == ("pirate", pirate, True)
         assert len(client.embed("smollm2", "a").embeddings[0]) == 576
+        with pytest.raises(ollama.ResponseError, match="model 'nobody' not found"):
+            client.chat("nobody", CHAT["messages"])
+    metrics = call(proxy, "GET", "/metrics")[2].splitlines()
+    assert any('endpoint="/api/chat"' in line and 'adapter="pirate"' in line for line in metrics)
     assert len(derived(server)) == 2, "nothing is made for names alone"
 
 
@@ -131,13 +137,15 @@ def test_an_ollama_that_refuses_adapters_serves_the_base_and_says_so(tmp_path: P
     except PeerUnavailable as reason:
         pytest.skip(str(reason))
     adapter = f"--adapter=pirate={CHARACTERS['pirate']}"
-    with running_ollama(tmp_path, {"smollm2": model}, "--refuse-adapters") as newer:
-        with proxy_of(tmp_path, newer, adapter) as proxy:
-            assert chat(proxy)[0]
-            status, _, answer = call(proxy, "POST", "/v1/chat/completions", {**CHAT, "model": "pirate"})
-            assert status == 501
-            assert "this Ollama cannot make models with LoRA adapters" in answer["error"]["message"]
-            assert "WARNING this Ollama cannot make models" in (tmp_path / "proxy.log").read_text()
+    with (
+        running_ollama(tmp_path, {"smollm2": model}, "--refuse-adapters") as newer,
+        proxy_of(tmp_path, newer, adapter) as proxy,
+    ):
+        assert chat(proxy)[0]
+        status, _, answer = call(proxy, "POST", "/v1/chat/completions", {**CHAT, "model": "pirate"})
+        assert status == 501
+        assert "this Ollama cannot make models with LoRA adapters" in answer["error"]["message"]
+        assert "WARNING this Ollama cannot make models" in (tmp_path / "proxy.log").read_text()
 
 
 def test_a_start_that_cannot_work_says_why(server: OllamaServer, proxy: Server, tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ _SHARE_OF_LOADS = 0.3
 """While an adapter loads, a step's tokens come later by this share of the usual time between two."""
 _WEIGHT_OF_ONE_STEP = 0.1
 
+_ENDING_SECONDS, _ENDING_CHECKS = 0.5, 25
+
 _Control = Callable[[], Any]
 
 
@@ -154,7 +156,7 @@ class Engine:
         if graph is None:
             raise Conflict("this worker applies adapters on the delta path and takes any set with each request")
         async with self._changing:
-            await self._between_steps(self._check_idle)
+            await self._until_idle()
             staging = asyncio.ensure_future(self.loader.in_background(lambda: graph.stage(members)))
             try:
                 staged = await asyncio.shield(staging)
@@ -168,6 +170,15 @@ class Engine:
                     adapter.discard()
             self.adapters = {adapter.member.id for adapter in staged}
             return graph.nbytes
+
+    async def _until_idle(self) -> None:
+        """Wait for requests whose clients have just left, which may be known here a little later than there."""
+        for _ in range(_ENDING_CHECKS):
+            try:
+                return await self._between_steps(self._check_idle)
+            except Conflict:
+                await asyncio.sleep(_ENDING_SECONDS / _ENDING_CHECKS)
+        await self._between_steps(self._check_idle)
 
     def _activate(self, graph: GraphLora, staged: list[StagedAdapter]) -> None:
         self._check_idle()

@@ -105,8 +105,8 @@ async def test_the_set_does_not_change_under_a_running_request(model: Path):
     pirate, bard = bound(registry, pirate=1.0), bound(registry, bard=1.0)
     async with graph_worker(model) as worker:
         await worker.change(pirate)
-        alone = await complete(worker, "Tell me a story.", pirate.adapters, 48)
-        body = {"prompt": "Tell me a story.", "temperature": 0, "n_predict": 48, "ignore_eos": True, "stream": True}
+        alone = await complete(worker, "Tell me a story.", pirate.adapters, 160)
+        body = {"prompt": "Tell me a story.", "temperature": 0, "n_predict": 160, "ignore_eos": True, "stream": True}
         async with worker.session.post(
             worker.base_url + "/completion", json={**body, "lora": pirate.adapters.wire()}
         ) as stream:
@@ -117,7 +117,22 @@ async def test_the_set_does_not_change_under_a_running_request(model: Path):
         text = "".join(json.loads(line[6:])["content"] for line in lines if line.startswith(b"data: {"))
         assert text == alone["content"]
         await worker.change(bard)
-        assert (await complete(worker, "Tell me a story.", bard.adapters, 48))["content"] != text
+        assert (await complete(worker, "Tell me a story.", bard.adapters, 160))["content"] != text
+
+
+async def test_a_request_whose_client_has_just_left_does_not_hinder_a_change(model: Path):
+    registry = registry_of(model, demo_adapters())
+    pirate, bard = bound(registry, pirate=1.0), bound(registry, bard=1.0)
+    async with graph_worker(model) as worker:
+        await worker.change(pirate)
+        for now, then in ((pirate, bard), (bard, pirate)) * 3:
+            body = {"prompt": "Tell me a story.", "n_predict": 400, "ignore_eos": True, "stream": True}
+            async with worker.session.post(
+                worker.base_url + "/completion", json={**body, "lora": now.adapters.wire()}
+            ) as stream:
+                await stream.content.readline()
+                stream.close()
+            await worker.change(then)
 
 
 async def test_a_failed_change_leaves_the_active_set(tmp_path: Path):

@@ -104,8 +104,8 @@ async def template(proxy: Proxy) -> str:
 
 
 def _public_name(proxy: Proxy, worker_says: str) -> str:
-    """A name that selects the base model; the one in the worker's answers where it does."""
-    if worker_says in proxy.base_names or not proxy.base_names:
+    """A name that selects the base model: the one in the worker's answers where it does and is no path."""
+    if not proxy.base_names or (worker_says in proxy.base_names and "/" not in worker_says):
         return worker_says
     return min(proxy.base_names, key=lambda name: (len(name), name))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from loraproxy.tools.convert import convert
 from ollama_process import OllamaServer, running_ollama
 from proxies import call, run_to_the_end, running_proxy
-from servers import PeerUnavailable, Server, demo_adapters, free_port, llama_server_command
+from servers import PeerUnavailable, Server, demo_adapters, free_port, llama_server_command, running_llama_server
 
 CHAT = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0, "max_tokens": 12}
 SET = {"pirate": 0.5, "wizard": 0.7}
@@ -116,6 +116,25 @@ def test_what_is_uploaded_is_kept_over_a_restart_and_leaves_with_its_models(
         assert call(proxy, "DELETE", "/adapters/clank")[0] == 200
         wait_until_derived(server, before)
         assert call(proxy, "POST", "/v1/chat/completions", {**CHAT, "lora": "clank"})[0] == 400
+
+
+def test_ollamas_clients_reach_a_llama_server(tmp_path: Path, model: Path) -> None:
+    convert(CHARACTERS["pirate"], tmp_path / "pirate.gguf", model)
+    arguments = ["-m", str(model), "-np", "1", "-c", "1024", "-t", "2", "--lora", str(tmp_path / "pirate.gguf")]
+    with ExitStack() as stack:
+        try:
+            behind = stack.enter_context(running_llama_server(tmp_path, [*arguments, "--lora-init-without-apply"]))
+        except PeerUnavailable as reason:
+            pytest.skip(str(reason))
+        at = ["serve", "--backend", "llama-server", "--backend-url", behind.base_url]
+        proxy = stack.enter_context(running_proxy(tmp_path, at))
+        client = stack.enter_context(ollama.Client(proxy.base_url))
+        assert "pirate:latest" in [listed.model for listed in client.list().models]
+        sampling = {"temperature": 0, "num_predict": 12, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
+        whole = client.chat("pirate", CHAT["messages"], options=sampling)
+        parts = client.chat("pirate", CHAT["messages"], options=sampling, stream=True)
+        assert "".join(part.message.content or "" for part in parts) == whole.message.content
+        assert whole.message.content == chat(proxy, model="pirate")[0] != chat(proxy)[0]
 
 
 def test_what_ollama_has_nothing_for_is_501(proxy: Server) -> None:

@@ -56,6 +56,14 @@ def test_paths_are_relative_to_the_file(tmp_path):
     assert config.upload_dir == Path.home() / "u"
 
 
+def test_with_ollama_the_model_is_a_name_there(tmp_path):
+    config = load_config(write(tmp_path, "model: llama3.2:1b\nbackend: {kind: ollama}"))
+    assert (str(config.model), config.backend.urls) == ("llama3.2:1b", ())
+    assert "ollama takes one url" in fault(tmp_path, "backend: {kind: ollama, urls: [http://a:1, http://b:1]}")
+    assert "bin, args and api_key are for llama-server" in fault(tmp_path, "backend: {kind: ollama, bin: x}")
+    assert "should be a URL such as" in fault(tmp_path, "backend: {kind: ollama, urls: ['localhost:11434']}")
+
+
 def test_the_pools_keys(tmp_path):
     config = load_config(write(tmp_path, "pool: {max_workers: 2, memory_budget: 3G, idle_timeout: 1h, preload: [a]}"))
     assert config.pool == PoolConfig(max_workers=2, memory_budget=3 * 1024**3, idle_timeout=3600, preload=("a",))

@@ -54,6 +54,24 @@ async def test_the_server_gets_the_scale_of_each_of_its_adapters(tmp_path, path,
         assert json.loads(data)["lora"] == [{"id": i, "scale": scale} for i, scale in enumerate(scales)]
 
 
+async def test_ollamas_requests_are_chats_of_the_server_under_its_scales(tmp_path):
+    server = Scripted(FILES)
+    async with in_front_of(tmp_path, server) as front:
+        body = {"model": "base:robot-v2", "messages": [{"role": "user", "content": "a"}], "stream": False}
+        async with front.request("POST", "/api/chat", body) as answer:
+            assert (answer.status, answer.headers["X-LoRA"]) == (200, "robot-v2=1")
+        method, target, _, data = server.received[-1]
+        assert (method, target) == ("POST", "/v1/chat/completions")
+        assert [entry["scale"] for entry in json.loads(data)["lora"]] == [0, 1, 0]
+        async with front.request("POST", "/api/embed", {"model": "base", "input": "a"}) as answer:
+            assert (answer.status, "its own scales" in (await answer.json())["error"]) == (501, True)
+        async with front.request("POST", "/api/chat", {**body, "model": "llama3"}) as answer:
+            assert (answer.status, await answer.json()) == (404, {"error": "model 'llama3' not found"})
+        async with front.request("GET", "/api/tags") as answer:
+            listed = [model["name"] for model in (await answer.json())["models"]]
+        assert listed == ["base:latest", "pirate:latest", "robot-v2:latest", "pirate-2:latest"]
+
+
 async def test_beside_lora_a_body_is_not_touched(tmp_path):
     server = Scripted(FILES[:1])
     raw = b' { "prompt":"\\ud800 \\u00e9","x" : 1.50, "lora": "pirate" ,"n": 1e400}\n'

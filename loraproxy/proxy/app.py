@@ -114,6 +114,8 @@ def make_app(
         ollama: dict[tuple[str, str], Handler] = {**ollama_api.HANDLERS, **own}
         for (method, path), answer in ollama.items():
             app.router.add_route(method, prefix + path, answer)
+            if method == "GET":  # as Ollama
+                app.router.add_route("HEAD", prefix + path, answer)
         for method, path in _NOT_SUPPORTED if passthrough is None else ():
             if (method, path) not in own:
                 app.router.add_route(method, prefix + path, control.not_supported)

@@ -34,7 +34,7 @@ from loraproxy.backends.ollama_api import OllamaClient, full_name
 from loraproxy.backends.ollama_models import DerivedModels, Member
 from loraproxy.backends.ollama_requests import chat_request, completion_request
 from loraproxy.config import WorkerAdapter
-from loraproxy.errors import AdapterChanged, ApiError, InvalidRequest, NotFound, NotSupported, ServerError
+from loraproxy.errors import AdapterChanged, ApiError, InvalidRequest, NotFound, NotSupported, ServerError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except ApiError as error:
-        return web.json_response(error.body(), status=error.status)
+        response = web.json_response(error.body(), status=error.status)
+        if isinstance(error, Unavailable) and error.retry_after is not None:
+            response.headers["Retry-After"] = str(error.retry_after)
+        return response
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
         refusal: ApiError = NotSupported(f"{request.method} {request.path} is not supported by the Ollama backend")
     except Exception:

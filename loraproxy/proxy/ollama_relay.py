@@ -83,7 +83,8 @@ async def relay_whole(
             account.whole(raw)
         return web.json_response(shape(value), headers=headers)
     message = str((value.get("error") or {}).get("message", ""))
-    return web.json_response({"error": message}, status=upstream.status, headers=headers)
+    kept = {name: upstream.headers[name] for name in ("Retry-After",) if name in upstream.headers}
+    return web.json_response({"error": message}, status=upstream.status, headers={**headers, **kept})
 
 
 async def next_bytes(upstream: aiohttp.ClientResponse) -> bytes:

@@ -17,7 +17,7 @@ from ollama_process import OllamaServer, running_ollama
 from proxies import call, run_to_the_end, running_proxy
 from servers import PeerUnavailable, Server, demo_adapters, free_port, llama_server_command, running_llama_server
 
-CHAT = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0, "max_tokens": 12}
+CHAT = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0, "max_tokens": 8}
 SET = {"pirate": 0.5, "wizard": 0.7}
 CHARACTERS = demo_adapters()
 
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Ol
         llama_server_command()
     except PeerUnavailable as reason:
         pytest.skip(str(reason))
-    with running_ollama(tmp_path_factory.mktemp("ollama"), {"smollm2": model}, "--max-loaded", "2") as running:
+    with running_ollama(tmp_path_factory.mktemp("ollama"), {"smollm2": model}, "--max-loaded", "4") as running:
         yield running
 
 
@@ -78,7 +78,7 @@ def test_characters_and_sets_are_served_by_name_through_every_api(proxy: Server,
     events = call(proxy, "POST", "/v1/chat/completions", {**CHAT, "lora": SET, "stream": True})[2]
     chunks = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]) == both
-    sampling = {"temperature": 0, "num_predict": 12, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
+    sampling = {"temperature": 0, "num_predict": 8, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
     with ollama.Client(proxy.base_url) as client:
         assert client.chat("pirate:latest", CHAT["messages"], options=sampling).message.content == pirate
         parts = client.chat("smollm2:pirate", CHAT["messages"], options=sampling, stream=True)
@@ -88,9 +88,8 @@ def test_characters_and_sets_are_served_by_name_through_every_api(proxy: Server,
             *(f"{name}:latest" for name in CHARACTERS),
         }
         assert client.show("pirate").details is not None
-        generated = client.generate("pirate", "Who are you?", options={**sampling, "num_ctx": 1024}, keep_alive="1m")
+        generated = client.generate("pirate", "Who are you?", options=sampling, keep_alive="1m")
         assert (generated.model, generated.response, bool(generated.context)) == ("pirate", pirate, True)
-        assert len(client.embed("smollm2", "a").embeddings[0]) == 576
         with pytest.raises(ollama.ResponseError, match="model 'nobody' not found"):
             client.chat("nobody", CHAT["messages"])
     metrics = call(proxy, "GET", "/metrics")[2].splitlines()
@@ -130,7 +129,7 @@ def test_ollamas_clients_reach_a_llama_server(tmp_path: Path, model: Path) -> No
         proxy = stack.enter_context(running_proxy(tmp_path, at))
         client = stack.enter_context(ollama.Client(proxy.base_url))
         assert "pirate:latest" in [listed.model for listed in client.list().models]
-        sampling = {"temperature": 0, "num_predict": 12, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
+        sampling = {"temperature": 0, "num_predict": 8, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
         whole = client.chat("pirate", CHAT["messages"], options=sampling)
         parts = client.chat("pirate", CHAT["messages"], options=sampling, stream=True)
         assert "".join(part.message.content or "" for part in parts) == whole.message.content
@@ -146,11 +145,16 @@ def test_what_ollama_has_nothing_for_is_501(proxy: Server) -> None:
     ):
         status, _, answer = call(proxy, method, path, body)
         assert (status, words in answer["error"]["message"]) == (501, True), answer
+
+
+def test_texts_are_embedded(proxy: Server) -> None:
     status, _, answer = call(proxy, "POST", "/v1/embeddings", {"input": ["a", "b"]})
     assert (status, [len(one["embedding"]) for one in answer["data"]]) == (200, [576, 576])
+    with ollama.Client(proxy.base_url) as client:
+        assert len(client.embed("smollm2", "a").embeddings[0]) == 576
 
 
-def test_an_ollama_that_refuses_adapters_serves_the_base_and_says_so(tmp_path: Path, model: Path) -> None:
+def test_an_ollama_that_refuses_adapters_or_is_gone_says_so_and_the_base_is_served(tmp_path: Path, model: Path) -> None:
     try:
         llama_server_command()
     except PeerUnavailable as reason:
@@ -165,6 +169,11 @@ def test_an_ollama_that_refuses_adapters_serves_the_base_and_says_so(tmp_path: P
         assert status == 501
         assert "this Ollama cannot make models with LoRA adapters" in answer["error"]["message"]
         assert "WARNING this Ollama cannot make models" in (tmp_path / "proxy.log").read_text()
+        newer.stop()
+        for path in ("/v1/chat/completions", "/api/chat"):
+            status, headers, answer = call(proxy, "POST", path, {**CHAT, "model": "smollm2", "stream": False})
+            error = answer["error"] if path == "/api/chat" else answer["error"]["message"]
+            assert (status, headers["retry-after"], "is it running?" in error) == (503, "2", True)
 
 
 def test_a_start_that_cannot_work_says_why(server: OllamaServer, proxy: Server, tmp_path: Path) -> None:

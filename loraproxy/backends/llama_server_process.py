@@ -134,7 +134,8 @@ class LlamaServerProcess:
                 stderr=STDOUT,
                 start_new_session=True,
                 # in the environment, as everybody on the machine can read command lines
-                env={"GGML_NO_BACKTRACE": "1", **os.environ, "LLAMA_API_KEY": api_key},
+                # its threads, too, are to sleep while others of this machine have the processors (see loraproxy.worker)
+                env={"GGML_NO_BACKTRACE": "1", "GOMP_SPINCOUNT": "500", **os.environ, "LLAMA_API_KEY": api_key},
             )
         except OSError as error:
             raise StartFailed(f"{binary} cannot be started: {error.strerror or error}") from error

@@ -120,3 +120,22 @@ def samples_now(server: Server) -> Samples:
     """Likewise, whatever is in flight."""
     families = text_string_to_metric_families(call(server, "GET", "/metrics")[2])
     return {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def test_several_workers_have_one_set_of_metrics_that_keeps_what_ended_workers_counted(
+    tmp_path: Path, model: Path
+) -> None:
+    arguments = [*character_arguments(), "--lora-mode", "graph", "--preload", "base", "--preload", "pirate"]
+    body = {"prompt": "The harbour", "n_predict": 4, "ignore_eos": True}
+    with running_proxy(tmp_path, arguments) as server:
+        for name in ("base", "pirate"):
+            assert call(server, "POST", "/completion", {**body, "model": name})[0] == 200
+        found = scrape(server)
+        assert of(found, "loraproxy_workers", state="ready") == 2
+        assert of(found, "llamacpp:tokens_predicted_total") == 8
+        first = call(server, "GET", "/workers")[2]["data"][0]["id"]
+        assert call(server, "POST", f"/workers/{first}/drain")[0] == 202
+        while of(found := scrape(server), "loraproxy_worker_stops_total") < 1:
+            pass
+        assert of(found, "llamacpp:tokens_predicted_total") == 8
+        assert of(found, "loraproxy_worker_drains_total") >= 1

@@ -25,7 +25,7 @@ class AllowedRoots:
         Raises InvalidRequest for a path that is none or leads out of the folders, itself or by a link of an adapter
         folder's files, and NotFound for one in them where nothing is.
         """
-        if not given or len(given) > _MAX_PATH or "\0" in given:
+        if not given or len(given) > _MAX_PATH or "\0" in given or not _can_be_encoded(given):
             raise InvalidRequest(f"the path {shorten(given)} is no path of an adapter")
         if ".." in PurePath(given).parts:
             raise InvalidRequest(f"the path {shorten(given)} must not contain '..'")
@@ -51,6 +51,15 @@ class AllowedRoots:
 
     def _listed(self) -> str:
         return ", ".join(str(folder) for folder in self._folders)
+
+
+def _can_be_encoded(path: str) -> bool:
+    """JSON can say half of a surrogate pair, which no file's name has."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_in(path: str, root: str) -> bool:

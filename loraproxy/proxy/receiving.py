@@ -8,6 +8,7 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from loraproxy.adapters.names import shorten
 from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE
@@ -17,6 +18,7 @@ from loraproxy.errors import InvalidRequest, PayloadTooLarge, ServerError
 _BLOCK = 1 << 20
 _MAX_PARTS = 8
 _MAX_FIELD = 16 * 1024
+_MAX_REASON = 200
 _FORMS = (
     "send a GGUF file as the body (application/octet-stream), or multipart/form-data with the files "
     f"{CONFIG_FILE} and {WEIGHTS_FILE}, or with one .gguf file"
@@ -35,7 +37,10 @@ class Receiver:
         """The request's body as a GGUF file. Raises PayloadTooLarge, InvalidRequest and ServerError."""
         if (request.content_length or 0) > self._limit:
             raise self._too_large()
-        await self._write(GGUF_NAME, _blocks(request.content.readany))
+        try:
+            await self._write(GGUF_NAME, _blocks(request.content.readany))
+        except web.RequestPayloadError as error:
+            raise InvalidRequest(f"the upload cannot be read: {_reason(error)}") from error
         if not self._received:
             raise InvalidRequest(f"the upload is empty; {_FORMS}")
         return self._folder / GGUF_NAME
@@ -54,10 +59,8 @@ class Receiver:
                     raise InvalidRequest(f"the form has {name} twice; {_FORMS}")
                 files.add(name)
                 await self._write(name, _blocks(part.read_chunk))
-        except (ValueError, AssertionError, aiohttp.ClientError, web.RequestPayloadError) as error:
-            raise InvalidRequest(
-                f"the form cannot be read: {' '.join(str(error).split()) or 'it is broken'}"
-            ) from error
+        except (ValueError, AssertionError, aiohttp.ClientError, HttpProcessingError, web.RequestPayloadError) as error:
+            raise InvalidRequest(f"the form cannot be read: {_reason(error)}") from error
         if files == {GGUF_NAME}:
             return self._folder / GGUF_NAME, fields
         if files == {CONFIG_FILE, WEIGHTS_FILE}:
@@ -98,6 +101,10 @@ class Receiver:
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the adapter is larger than {self._limit} bytes (--max-adapter-size)")
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).removeprefix("400, message:").split())[:_MAX_REASON] or "it is broken"
 
 
 async def _parts(reader: aiohttp.MultipartReader) -> AsyncIterator[aiohttp.BodyPartReader]:

@@ -98,7 +98,8 @@ async def test_a_path_out_of_the_allowed_folders_is_refused_whether_there_is_som
         message = await put(bench, "x", {"path": str(path)}, status=400)
         assert "is in none of the allowed folders" in message
     assert "must not contain '..'" in await put(bench, "x", {"path": "../secret.gguf"}, status=400)
-    assert "is no path" in await put(bench, "x", {"path": "a\0b"}, status=400)
+    for path in ("a\0b", "\ud800.gguf"):
+        assert "is no path" in await put(bench, "x", {"path": path}, status=400)
     assert "there is nothing at 'nothing.gguf'" in await put(bench, "x", {"path": "nothing.gguf"}, status=404)
     assert "x" not in bench.registry
 
@@ -232,6 +233,28 @@ async def test_an_upload_that_is_too_large_bad_empty_or_broken_leaves_nothing(be
     assert answer["error"]["type"] == "invalid_request_error"
     assert uploaded(tmp_path) == []
     assert "up" not in bench.registry
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({"Content-Type": "application/octet-stream", "Content-Encoding": "gzip"}, b"no gzip"),
+        ({"Content-Type": "multipart/form-data; boundary=x", "Content-Encoding": "deflate"}, b"\xff" * 20),
+        (
+            {"Content-Type": "multipart/form-data; boundary=x"},
+            b"--x\r\nA: " + b"a" * 200_000 + b"\r\n\r\n1\r\n--x--\r\n",
+        ),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, b"--x\r\n" + b"A: 1\r\n" * 5000 + b"\r\n1\r\n--x--\r\n"),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, b"--x\r\nno header\r\n\r\n1\r\n--x--\r\n"),
+    ],
+    ids=["gzip", "form-deflate", "long-header", "many-headers", "no-header"],
+)
+async def test_an_upload_that_is_broken_as_a_message_says_so_and_leaves_nothing(bench, tmp_path, headers, body):
+    status, answer = await ask(bench, "PUT", "/adapters/up", body, headers=headers)
+    assert status == 400
+    assert "cannot be read: " in answer["error"]["message"]
+    assert len(answer["error"]["message"]) < 300
+    assert uploaded(tmp_path) == []
 
 
 async def test_a_client_that_goes_away_in_the_middle_of_an_upload_leaves_nothing(bench, tmp_path):

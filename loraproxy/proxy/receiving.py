@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any, cast
 
 import aiohttp
 from aiohttp import web
@@ -19,6 +20,12 @@ _BLOCK = 1 << 20
 _MAX_PARTS = 8
 _MAX_FIELD = 16 * 1024
 _MAX_REASON = 200
+_MAX_LINES = 256 * 1024
+"""Bytes of a form in its lines, which are what is no file: boundaries, headers, and text before the first part."""
+
+_BROKEN = (ValueError, AssertionError, RuntimeError, aiohttp.ClientError, HttpProcessingError, web.RequestPayloadError)
+"""What aiohttp raises for one broken form or another."""
+
 _FORMS = (
     "send a GGUF file as the body (application/octet-stream), or multipart/form-data with the files "
     f"{CONFIG_FILE} and {WEIGHTS_FILE}, or with one .gguf file"
@@ -50,7 +57,10 @@ class Receiver:
         fields: dict[str, str] = {}
         files: set[str] = set()
         try:
-            async for part in _parts(await request.multipart()):
+            reader = aiohttp.MultipartReader(
+                request.headers, cast(aiohttp.StreamReader, _BoundedLines(request.content))
+            )
+            async for part in _parts(reader):
                 if part.filename is None:
                     fields[part.name or ""] = await self._field(part)
                     continue
@@ -59,7 +69,7 @@ class Receiver:
                     raise InvalidRequest(f"the form has {name} twice; {_FORMS}")
                 files.add(name)
                 await self._write(name, _blocks(part.read_chunk))
-        except (ValueError, AssertionError, aiohttp.ClientError, HttpProcessingError, web.RequestPayloadError) as error:
+        except _BROKEN as error:
             raise InvalidRequest(f"the form cannot be read: {_reason(error)}") from error
         if files == {GGUF_NAME}:
             return self._folder / GGUF_NAME, fields
@@ -101,6 +111,24 @@ class Receiver:
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"the adapter is larger than {self._limit} bytes (--max-adapter-size)")
+
+
+class _BoundedLines:
+    """A stream for aiohttp's reader, which takes any number of lines before a form's first part."""
+
+    def __init__(self, stream: aiohttp.StreamReader) -> None:
+        self._stream = stream
+        self._left = _MAX_LINES
+
+    async def readline(self, **limits: Any) -> bytes:
+        line = await self._stream.readline(**limits)
+        self._left -= len(line)
+        if self._left < 0:
+            raise InvalidRequest(f"the form has more than {_MAX_LINES} bytes outside of its files; {_FORMS}")
+        return line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _reason(error: Exception) -> str:

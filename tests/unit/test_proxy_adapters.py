@@ -246,14 +246,25 @@ async def test_an_upload_that_is_too_large_bad_empty_or_broken_leaves_nothing(be
         ),
         ({"Content-Type": "multipart/form-data; boundary=x"}, b"--x\r\n" + b"A: 1\r\n" * 5000 + b"\r\n1\r\n--x--\r\n"),
         ({"Content-Type": "multipart/form-data; boundary=x"}, b"--x\r\nno header\r\n\r\n1\r\n--x--\r\n"),
+        (
+            {"Content-Type": "multipart/form-data; boundary=x"},
+            b"--x\r\nContent-Disposition: form-data; name=_charset_\r\n\r\n" + b"u" * 40 + b"\r\n--x--\r\n",
+        ),
     ],
-    ids=["gzip", "form-deflate", "long-header", "many-headers", "no-header"],
+    ids=["gzip", "form-deflate", "long-header", "many-headers", "no-header", "charset"],
 )
 async def test_an_upload_that_is_broken_as_a_message_says_so_and_leaves_nothing(bench, tmp_path, headers, body):
     status, answer = await ask(bench, "PUT", "/adapters/up", body, headers=headers)
     assert status == 400
     assert "cannot be read: " in answer["error"]["message"]
     assert len(answer["error"]["message"]) < 300
+    assert uploaded(tmp_path) == []
+
+
+async def test_what_stands_before_a_forms_first_part_is_bounded(bench, tmp_path):
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    status, answer = await ask(bench, "PUT", "/adapters/up", b"z\n" * 200_000, headers=headers)
+    assert (status, "bytes outside of its files" in answer["error"]["message"]) == (400, True)
     assert uploaded(tmp_path) == []
 
 

@@ -92,7 +92,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except ApiError as error:
-        return error_response(request, error)
+        answer = error_response(request, error)
+        if request.content.exception() is not None:
+            answer.force_close()  # aiohttp closes after a broken body: the client must not send its next request there
+        return answer
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
         return error_response(request, NotFound("File Not Found"))
     except web.HTTPException:

@@ -174,6 +174,7 @@ async def test_a_body_that_is_not_what_its_encoding_says_is_400_and_no_error_of_
             "invalid_request_error",
             "the request body cannot be read: Can not decode content-encoding: gzip",
         )
+        assert answer.headers["Connection"] == "close"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

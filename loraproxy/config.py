@@ -184,6 +184,11 @@ class HttpConfig(Strict):
         default=30.0, ge=0, le=3600, description="How long SIGTERM lets requests in flight run to their end."
     )
 
+    @property
+    def address(self) -> str:
+        """Where it listens, as text."""
+        return f"{self.host}:{self.port}"
+
 
 class EngineConfig(Strict):
     """The embedded worker's engine; the defaults are for CPUs."""
@@ -315,8 +320,8 @@ class Config(Strict):
     )
     upload_dir: Path | None = Field(
         default=None,
-        description="Where adapters uploaded through the API are kept. Default: a folder for this base model in"
-        " $XDG_DATA_HOME/loraproxy (~/.local/share/loraproxy).",
+        description="Where adapters uploaded through the API are kept; no two servers may share it. Default: a folder"
+        " for this base model and this address in $XDG_DATA_HOME/loraproxy (~/.local/share/loraproxy).",
     )
     max_adapter_size: Size = Field(default=2 * 1024**3, ge=1024, description="The largest adapter that is uploaded.")
     adapter_memory: Size = Field(

@@ -120,23 +120,26 @@ class UploadFolder:
         return places
 
 
-def default_upload_folder(model: Path) -> Path:
-    """The folder for uploads to this base model: adapters fit one base, and the file may be moved or renamed."""
+def default_upload_folder(model: Path, address: str) -> Path:
+    """The folder for uploads to this base model: adapters fit one base, and the file may be moved or renamed.
+
+    ``address`` is where the server listens, since servers must not share a folder: what one deletes, another has.
+    """
     digest = sha256(model.stat().st_size.to_bytes(8, "little"))
     with model.open("rb") as file:
         digest.update(file.read(_FINGERPRINT_BYTES))
-    return _upload_folder(digest.hexdigest())
+    return _upload_folder(digest.hexdigest(), address)
 
 
-def named_upload_folder(model: str) -> Path:
+def named_upload_folder(model: str, address: str) -> Path:
     """The folder for uploads to a base model of which there is only a name here: it is on another server."""
-    return _upload_folder(sha256(model.encode()).hexdigest())
+    return _upload_folder(sha256(model.encode()).hexdigest(), address)
 
 
-def _upload_folder(digest: str) -> Path:
+def _upload_folder(digest: str, address: str) -> Path:
     home = os.environ.get("XDG_DATA_HOME", "")
     data = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "share"
-    return data / "loraproxy" / "uploads" / digest[:16]
+    return data / "loraproxy" / "uploads" / f"{digest[:16]}-{sha256(address.encode()).hexdigest()[:8]}"
 
 
 def _place_of(path: Path) -> Path:

@@ -20,6 +20,7 @@ from loraproxy.proxy.receiving import Receiver
 
 _MAX_DESCRIPTION = 4096
 _LONGEST_JSON = 64 * 1024
+_GGUF_MAGIC = b"GGUF"
 _DESCRIBED_AT_ONCE = 64
 
 
@@ -70,7 +71,10 @@ async def put_adapter(request: web.Request) -> web.Response:
     if _is_upload(request):
         adapter = await _receive(request, state, name)
     else:
-        body = _fields(parse_object(await read_body(request)), {"path", "scale", "description"})
+        raw = await read_body(request)
+        if raw.startswith(_GGUF_MAGIC):
+            raise InvalidRequest("the body is a GGUF file; send it with Content-Type: application/octet-stream")
+        body = _fields(parse_object(raw), {"path", "scale", "description"})
         path = state.roots.resolve(_text(body, "path"))
         wish = Wish(_scale(body.get("scale")), _description(body.get("description")))
         adapter = await state.catalog.register(name, path, Source.API, wish)
@@ -163,8 +167,11 @@ def describe(catalog: Catalog, adapter: RegisteredAdapter) -> dict[str, Any]:
 
 
 def _is_upload(request: web.Request) -> bool:
-    """By its Content-Type; without one, a short body is JSON and a long one a file (``curl -T FILE``)."""
-    if "Content-Type" not in request.headers:
+    """By its Content-Type; where that says nothing, a short body is JSON and a long one a file.
+
+    ``curl -T FILE`` sends none, and ``curl -d`` and ``--data-binary`` that of a form, whatever they send.
+    """
+    if "Content-Type" not in request.headers or request.content_type == "application/x-www-form-urlencoded":
         return request.content_length is None or request.content_length > _LONGEST_JSON
     return request.content_type in ("multipart/form-data", "application/octet-stream")
 

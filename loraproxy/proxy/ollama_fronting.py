@@ -50,6 +50,6 @@ def at_url(config: Config) -> OllamaLayout:
     names = {*config.aliases, model, full_name(model), model.removesuffix(f":{DEFAULT_TAG}")}
     return OllamaLayout(
         Checks(base, frozenset(names), unsupported, experts=False),
-        named_upload_folder(full_name(model)),
+        named_upload_folder(full_name(model), config.http.address),
         lambda: OllamaBackend(settings),
     )

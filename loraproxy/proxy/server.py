@@ -87,7 +87,9 @@ def _prepare(config: Config) -> _Server:
         raise StartFailed(f"the model file {model} {'is not a regular file' if model.exists() else 'does not exist'}")
     checks = _checks(config, model)
     registry = AdapterRegistry()
-    uploads = UploadFolder(config.upload_dir.absolute() if config.upload_dir else default_upload_folder(model))
+    uploads = UploadFolder(
+        config.upload_dir.absolute() if config.upload_dir else default_upload_folder(model, config.http.address)
+    )
     register_configured(config, registry, checks)
     listing = register_folder(config, registry, checks)
     register_uploads(uploads, registry, checks)

@@ -6,7 +6,8 @@ A plan needs headers alone; the values are decoded from it later, or never.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -168,12 +169,30 @@ def decode_pairs(data: Buffer, pairs: Iterable[PlannedPair]) -> tuple[LoraTensor
     return tuple(decoder.pair(pair) for pair in pairs)
 
 
+def decode_in_turn(data: Buffer, pairs: Iterable[PlannedPair]) -> Iterator[LoraTensor]:
+    """As :func:`decode_pairs`, one pair after the other; none of them is kept."""
+    ordered = list(pairs)
+    uses = Counter(tensor.name for pair in ordered for part in pair.parts for tensor in (part.a, part.b))
+    decoder = _Decoder(data)
+    for pair in ordered:
+        yield decoder.pair(pair)
+        for part in pair.parts:
+            for tensor in (part.a, part.b):
+                uses[tensor.name] -= 1
+                if not uses[tensor.name]:
+                    decoder.forget(tensor)
+
+
 class _Decoder:
     """Decodes and checks each stored tensor once, however many pairs share it."""
 
     def __init__(self, data: Buffer) -> None:
         self._data = data
         self._decoded: dict[str, NDArray[np.float32]] = {}
+
+    def forget(self, tensor: StoredTensor) -> None:
+        """No pair that is still to come has it."""
+        self._decoded.pop(tensor.name, None)
 
     def pair(self, pair: PlannedPair) -> LoraTensor:
         scale = pair.scale

@@ -47,16 +47,13 @@ class DeltaPath:
 
         Raises InvalidAdapterFile naming the tensor and the reason.
         """
-        builder = _native.WeightsBuilder(self.native)
+        preparation = Preparation(self, adapter.name)
         for tensor in adapter.tensors:
-            index = self._target(adapter.name, tensor)
-            try:
-                builder.add(index, tensor.a, tensor.b, tensor.scale)
-            except ValueError as problem:
-                raise InvalidAdapterFile(f"adapter '{adapter.name}': {problem}") from None
-        return builder.finish()
+            preparation.add(tensor)
+        return preparation.finish()
 
-    def _target(self, name: str, tensor: LoraTensor) -> int:
+    def target(self, name: str, tensor: LoraTensor) -> int:
+        """The index of the place that ``tensor`` corrects. Raises InvalidAdapterFile where there is none."""
         if tensor.n_expert:
             raise InvalidAdapterFile(
                 f"adapter '{name}': '{tensor.target}' are the weights of experts, which only llama.cpp's own LoRA graph"
@@ -96,3 +93,24 @@ class DeltaPath:
 
 def _native_op(tensor: LoraTensor) -> _native.Op:
     return _native.Op.get_rows if tensor.op is Op.GET_ROWS else _native.Op.mul_mat
+
+
+class Preparation:
+    """An adapter's weights in the making: pairs are added one after the other, and may then be forgotten."""
+
+    def __init__(self, delta: DeltaPath, name: str) -> None:
+        self._delta = delta
+        self._name = name
+        self._builder = _native.WeightsBuilder(delta.native)
+
+    def add(self, tensor: LoraTensor) -> None:
+        """Check a pair against the graph and convert it to f16. Raises InvalidAdapterFile with the reason."""
+        index = self._delta.target(self._name, tensor)
+        try:
+            self._builder.add(index, tensor.a, tensor.b, tensor.scale)
+        except ValueError as problem:
+            raise InvalidAdapterFile(f"adapter '{self._name}': {problem}") from None
+
+    def finish(self) -> _native.AdapterWeights:
+        """The weights; nothing can be added any more."""
+        return self._builder.finish()

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from loraproxy.adapters.background import background_threads
 from loraproxy.adapters.base_model import BaseModel
-from loraproxy.adapters.read import Unsupported, read_adapter
+from loraproxy.adapters.read import Unsupported, read_in_turn
 from loraproxy.config import WorkerAdapter
 from loraproxy.errors import AdapterChanged
-from loraproxy.worker.delta import DeltaPath
+from loraproxy.worker.delta import DeltaPath, Preparation
+from loraproxy.worker.heap import give_back_free_memory
 
 if TYPE_CHECKING:  # at run time llama_cpp must come first: delta.py sees to it
     from loraproxy import _native
@@ -45,10 +46,11 @@ class AdapterLoader:
         with self._lock:
             base = self._base
         unsupported = Unsupported.LEAVE_OUT if item.ignore_unsupported else Unsupported.REFUSE
-        adapter = read_adapter(item.name, item.path, base, unsupported=unsupported)
-        if item.digest and adapter.digest != item.digest:
+        preparation = Preparation(self._delta, item.name)
+        digest = read_in_turn(item.name, item.path, base, preparation.add, unsupported=unsupported)
+        if item.digest and digest != item.digest:
             raise AdapterChanged(f"the file of adapter {item.name!r} changed: {item.path}")
-        return self._delta.prepare(adapter)
+        return preparation.finish()
 
     async def load(self, item: WorkerAdapter) -> _native.AdapterWeights:
         """As :meth:`read`, in a background thread."""
@@ -72,6 +74,8 @@ class AdapterLoader:
             return self.read(item)
         finally:
             self._count(-1)
+            if self._idle.is_set():  # the last of them: what it took beside the weights goes back to the system
+                give_back_free_memory()
 
     def _count(self, change: int) -> None:
         with self._lock:

@@ -24,7 +24,7 @@ from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.checks import Refused
 from loraproxy.adapters.files import CheckedFile, opened
 from loraproxy.adapters.gguf_write import write_gguf_adapter
-from loraproxy.adapters.read import read_adapter, survey_adapter
+from loraproxy.adapters.read import read_adapter, read_in_turn, survey_adapter
 from loraproxy.adapters.safetensors_header import read_safetensors_header
 from loraproxy.errors import InvalidAdapterFile
 
@@ -41,6 +41,21 @@ def every_matrix(folder: Path) -> Path:
     ranks = {module: 1 + 7 * i % 33 for i, module in enumerate(SHAPES)}
     config = peft_config(use_rslora=True, lora_alpha=6, alpha_pattern={"v_proj": 11})
     return make_peft_folder(folder, random_peft_tensors(SHAPES, ranks=ranks), config)
+
+
+FUSED = {"model.layers.0.self_attn.qkv_proj": (128, 64), "model.layers.1.mlp.gate_up_proj": (192, 64)}
+
+
+@pytest.mark.parametrize("modules", [SHAPES, FUSED], ids=["apart", "fused"])
+def test_pairs_read_in_turn_are_those_of_a_full_read(tmp_path, base, modules):
+    folder = make_peft_folder(tmp_path / "peft", random_peft_tensors(modules), peft_config())
+    read = read_adapter("x", folder, base)
+    pairs = []
+    assert read_in_turn("x", folder, base, pairs.append) == read.digest
+    assert [(pair.target, pair.op, pair.scale) for pair in pairs] == [(t.target, t.op, t.scale) for t in read.tensors]
+    for pair, expected in zip(pairs, read.tensors, strict=True):
+        np.testing.assert_array_equal(pair.a, expected.a)
+        np.testing.assert_array_equal(pair.b, expected.b)
 
 
 def test_a_survey_finds_what_a_full_read_finds(tmp_path, base):

@@ -39,9 +39,9 @@ _BUDGET = 64
 _TOKENS = 64
 _ZIPF = 1.0
 """The k-th most popular adapter is asked for 1/k as often as the first."""
-_LOADS = 12
+_LOADS = 10
 _RUNNING = 8
-_SETTLE_SECONDS = 1.0
+_SETTLE_SECONDS = 0.6
 _NEW_RANK = 8
 """Rank 8 on all projections: 4.9 MB in f16."""
 
@@ -227,7 +227,7 @@ async def _gap_rows(base: BaseModel, scratch: Path, folder: Path) -> list[list[s
         )
         write_gguf_adapter(replace(adapter, tensors=tensors), base, library / f"{name}.gguf", "f16")
     size = (library / f"{new[0]}.gguf").stat().st_size
-    setup = Setup(demo_model(), (), _RUNNING + 1, (_RUNNING + 1) * 2048, usable_cpus(), folder)
+    setup = Setup(demo_model(), (), _RUNNING + 1, (_RUNNING + 1) * 1280, usable_cpus(), folder)
     with processes.product(setup, ["--adapters-dir", str(library), "--adapter-memory", "0"]) as server:
         found = await _measure_gaps(server, running, new)
     return [
@@ -255,7 +255,7 @@ async def _measure_gaps(server: ServerProcess, running: Sequence[str], new: Sequ
 
     await asyncio.gather(*(ask(name) for name in running))
     streams = [
-        asyncio.create_task(run_stream("127.0.0.1", server.port, _body(prompt(i), name, 1900)))
+        asyncio.create_task(run_stream("127.0.0.1", server.port, _body(prompt(i), name, 1000)))
         for i, name in enumerate(running)
     ]
     await asyncio.sleep(3 * _SETTLE_SECONDS)

@@ -28,6 +28,20 @@ def byte_vocabulary() -> tuple[list[bytes], list[float], list[int]]:
     return tokens, [-float(i) for i in range(len(tokens))], [int(kind) for kind in types]
 
 
+def add_byte_vocabulary(writer: GGUFWriter) -> None:
+    """Give the model that ``writer`` writes the vocabulary of :func:`byte_vocabulary`."""
+    tokens, scores, types = byte_vocabulary()
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
 def tiny_llama_shapes(
     *, n_layer: int = 2, n_embd: int = 64, n_head: int = 4, n_head_kv: int = 2, n_ff: int = 96, n_vocab: int = 320
 ) -> dict[str, tuple[int, int]]:
@@ -86,7 +100,7 @@ def make_tiny_llama(
     ``metadata`` overrides head counts with arrays; ``deltas`` (by GGUF name) are added to the random weights.
     """
     random = np.random.default_rng(seed)
-    tokens, scores, types = byte_vocabulary()
+    tokens, _, _ = byte_vocabulary()
     writer = GGUFWriter(path, architecture)
     writer.add_type("model")
     writer.add_name("Tiny")
@@ -98,15 +112,7 @@ def make_tiny_llama(
     writer.add_head_count_kv((metadata or {}).get("head_count_kv", n_head_kv))
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(n_embd // n_head)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types(types)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
+    add_byte_vocabulary(writer)
     shapes = tiny_llama_shapes(
         n_layer=n_layer, n_embd=n_embd, n_head=n_head, n_head_kv=n_head_kv, n_ff=n_ff, n_vocab=len(tokens)
     )

@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 
-from gguf_tools import byte_vocabulary
+from gguf_tools import add_byte_vocabulary
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -137,7 +137,6 @@ def _write(
     deltas: Mapping[str, NDArray[np.float32]],
 ) -> Path:
     random = np.random.default_rng(0)
-    tokens, scores, types = byte_vocabulary()
     writer = GGUFWriter(path, architecture)
     writer.add_type("model")
     writer.add_name("Tiny")
@@ -146,15 +145,7 @@ def _write(
     writer.add_embedding_length(N_EMBD)
     writer.add_layer_norm_rms_eps(1e-5)
     metadata(writer)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types(types)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
+    add_byte_vocabulary(writer)
     for name, shape in shapes.items():
         values = random.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)
         writer.add_tensor(name, values + deltas.get(name, np.float32(0)))

@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 
-from gguf_tools import byte_vocabulary
+from gguf_tools import add_byte_vocabulary
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -155,7 +155,7 @@ def write_model(path: Path, kind: Kind, tensors: Mapping[str, NDArray[np.float32
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(kind.head)
     kind.metadata(writer)
-    _add_vocabulary(writer)
+    add_byte_vocabulary(writer)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     for name, size in _vectors(kind).items():
@@ -166,19 +166,6 @@ def write_model(path: Path, kind: Kind, tensors: Mapping[str, NDArray[np.float32
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def _add_vocabulary(writer: GGUFWriter) -> None:
-    tokens, scores, types = byte_vocabulary()
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types(types)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
 
 
 def _vectors(kind: Kind) -> dict[str, int]:

@@ -19,9 +19,9 @@ from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, plan_peft
 from loraproxy.adapters.safetensors_header import read_safetensors_header
 from loraproxy.adapters.tensors import Adapter, AdapterSummary, LoraTensor
 from loraproxy.adapters.unsupported import Unsupported
-from loraproxy.errors import InvalidAdapterFile, InvalidRequest
+from loraproxy.errors import InvalidAdapterFile
 
-__all__ = ["Unsupported", "check_name", "read_adapter", "read_in_turn", "scan_adapters_dir", "survey_adapter"]
+__all__ = ["Unsupported", "check_name", "read_adapter", "read_in_turn", "survey_adapter"]
 
 _MAX_CONFIG_BYTES = 1 << 20
 
@@ -95,34 +95,6 @@ def survey_adapter(
             base_name=plan.base_name,
             needs_graph=any(pair.n_expert for pair in plan.pairs),
         )
-
-
-def scan_adapters_dir(folder: Path) -> list[tuple[str, Path]]:
-    """The adapters in ``folder``, sorted by name: PEFT folders by their name, ``NAME.gguf`` files by NAME.
-
-    Hidden entries and other files are left alone. Raises InvalidRequest if the folder cannot be read, a name is
-    not allowed, or one appears twice.
-    """
-    found: dict[str, Path] = {}
-    try:
-        entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
-    except OSError as error:
-        raise InvalidRequest(f"adapters folder {folder}: {error.strerror or error}") from None
-    for entry in entries:
-        if (entry / CONFIG_FILE).is_file():
-            name = entry.name
-        elif entry.suffix == ".gguf" and entry.is_file():
-            name = entry.stem
-        else:
-            continue
-        try:
-            check_name(name)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"adapters folder {folder}: {error.message}; rename {entry.name}") from None
-        if name in found:
-            raise InvalidRequest(f"adapters folder {folder}: {found[name].name} and {entry.name} have the same name")
-        found[name] = entry
-    return sorted(found.items())
 
 
 @dataclass(frozen=True)

@@ -27,19 +27,6 @@ CHARACTERS = ("pirate", "robot", "bard", "wizard")
 
 
 @pytest.fixture(scope="module")
-def f32_base(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Path]:
-    """SmolLM2 in F32, made by llama.cpp's quantiser from the packaged file. 540 MB, removed at the end."""
-    path = tmp_path_factory.mktemp("f32") / "smollm2-f32.gguf"
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
-    params.allow_requantize = True
-    params.nthread = 2
-    assert llama_cpp.llama_model_quantize(str(model).encode(), str(path).encode(), ctypes.byref(params)) == 0
-    yield path
-    path.unlink()
-
-
-@pytest.fixture(scope="module")
 def runtime(f32_base: Path) -> Iterator[Runtime]:
     """The delta path over the F32 base with the four characters, ids in CHARACTERS' order."""
     settings = WorkerSettings(

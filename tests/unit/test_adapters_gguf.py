@@ -17,7 +17,7 @@ from gguf_tools import (
 )
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.gguf_write import write_gguf_adapter
-from loraproxy.adapters.read import read_adapter, scan_adapters_dir
+from loraproxy.adapters.read import read_adapter
 from loraproxy.adapters.tensors import Op
 from loraproxy.errors import InvalidAdapterFile, InvalidRequest
 
@@ -235,29 +235,3 @@ def test_weights_too_large_for_the_type_are_not_written(tmp_path, base):
         write_gguf_adapter(large, base, tmp_path / "2.gguf", "f16")
     assert [entry.name for entry in tmp_path.iterdir()] == ["1.gguf"]
     write_gguf_adapter(large, base, tmp_path / "2.gguf", "f32")
-
-
-def test_a_folder_of_adapters_is_scanned_in_order_of_names(tmp_path):
-    make_peft_folder(tmp_path / "zoe", {})
-    make_gguf_adapter(tmp_path / "bard.gguf", pair())
-    make_gguf_adapter(tmp_path / "v1.5.gguf", pair())
-    (tmp_path / "README.md").write_text("not an adapter")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / ".cache.gguf").write_text("hidden")
-    assert scan_adapters_dir(tmp_path) == [
-        ("bard", tmp_path / "bard.gguf"),
-        ("v1.5", tmp_path / "v1.5.gguf"),
-        ("zoe", tmp_path / "zoe"),
-    ]
-
-
-def test_a_folder_with_clashing_or_bad_names_is_refused(tmp_path):
-    make_peft_folder(tmp_path / "bard", {})
-    make_gguf_adapter(tmp_path / "bard.gguf", pair())
-    with pytest.raises(InvalidRequest, match=r"bard and bard.gguf have the same name"):
-        scan_adapters_dir(tmp_path)
-    (tmp_path / "bard.gguf").rename(tmp_path / "the bard.gguf")
-    with pytest.raises(InvalidRequest, match=r"'the bard' cannot name an adapter.*rename the bard.gguf"):
-        scan_adapters_dir(tmp_path)
-    with pytest.raises(InvalidRequest, match=r"missing: No such file or directory"):
-        scan_adapters_dir(tmp_path / "missing")

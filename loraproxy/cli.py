@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loraproxy import __version__, logs
-from loraproxy.config import Config, ConfigError, LogConfig, check_config, load_config
+from loraproxy.config import Config, ConfigError, LogConfig
+from loraproxy.config_file import check_config, load_config
 from loraproxy.errors import ApiError, CommandFailed, StartFailed
 from loraproxy.llama_args import add_llama_server_options, normalise
 

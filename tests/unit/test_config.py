@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from loraproxy.config import Config, ConfigError, PoolConfig, load_config
+from loraproxy.config import Config, ConfigError, PoolConfig
+from loraproxy.config_file import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import json
 import logging
@@ -19,6 +18,7 @@ from loraproxy.config import Config, ConfigError, LogConfig
 from loraproxy.config_file import check_config, load_config
 from loraproxy.errors import ApiError, CommandFailed, StartFailed
 from loraproxy.llama_args import add_llama_server_options, normalise
+from loraproxy.spelling import nearest
 
 log = logging.getLogger("loraproxy")
 
@@ -148,8 +148,8 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unexpected {argument!r}: every value follows its option, as in --model FILE")
         if option.startswith("--spec-") or "draft" in option:
             self.error(f"llama-server's {option} is not supported: there is one model, without a draft model")
-        close = difflib.get_close_matches(option, self._option_string_actions, n=1)
-        self.error(f"unknown argument {argument!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        close = nearest(option, self._option_string_actions)
+        self.error(f"unknown argument {argument!r}" + (f"; did you mean {close}?" if close else ""))
 
     def error(self, message: str) -> NoReturn:
         """One line, without the usage."""
@@ -174,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_HELP)
         return 0 if arguments else USAGE_ERROR
     if command not in commands:
-        close = difflib.get_close_matches(command, commands, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(commands)}"
+        close = nearest(command, commands)
+        hint = f"; did you mean {close!r}?" if close else f"; known: {', '.join(commands)}"
         return _fail(f"unknown command {command!r}{hint}", USAGE_ERROR)
     try:
         return commands[command](rest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from loraproxy.config import Config, ConfigError
+from loraproxy.spelling import nearest
 
 
 class _Loader(yaml.SafeLoader):
@@ -99,13 +99,13 @@ def _nearest(loc: tuple[str, ...]) -> str:
     """The hint for an unknown key: one spelt like it beside it, else one of that name elsewhere, else all beside it."""
     name = loc[-1].replace("-", "_")
     beside = list(_model_at(loc[:-1]).model_fields)
-    if close := difflib.get_close_matches(name, beside, n=1):
-        return f"; did you mean {'.'.join((*loc[:-1], close[0]))!r}?"
+    if close := nearest(name, beside):
+        return f"; did you mean {'.'.join((*loc[:-1], close))!r}?"
     elsewhere = {key: key for key in Config.model_fields}
     for section in Config.model_fields:
         elsewhere |= {key: f"{section}.{key}" for key in _model_at((section,)).model_fields if key not in elsewhere}
-    if close := difflib.get_close_matches(name, elsewhere, n=1):
-        return f"; did you mean {elsewhere[close[0]]!r}?"
+    if close := nearest(name, elsewhere):
+        return f"; did you mean {elsewhere[close]!r}?"
     return f"; known here: {', '.join(beside)}"
 
 

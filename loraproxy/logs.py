@@ -85,7 +85,7 @@ def set_up(
     least = getattr(logging, level.upper())
     logging.basicConfig(handlers=[handler], level=max(least, logging.INFO))
     logging.getLogger("loraproxy").setLevel(least)
-    logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of every file it writes
+    _quieten_libraries()
     ACCESS.setLevel(logging.INFO if least <= logging.DEBUG else logging.WARNING)
 
 
@@ -100,3 +100,8 @@ def set_up_worker() -> None:
     handler.setFormatter(TextFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     handler.addFilter(with_request_id)
     logging.basicConfig(handlers=[handler], level=logging.INFO)
+    _quieten_libraries()
+
+
+def _quieten_libraries() -> None:
+    logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of every file it writes

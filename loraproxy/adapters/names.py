@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import heapq
 import itertools
 import re
 from collections.abc import Collection
 
 from loraproxy.errors import InvalidRequest
+from loraproxy.spelling import nearest
 
 BASE_WORD = "none"
 """Selects the base model wherever an adapter's name may stand."""
@@ -55,8 +55,8 @@ def known_names(name: str, known: Collection[str]) -> str:
     """The end of an "unknown name" message: the nearest known name, if one is near, and the known names."""
     if not known:
         return "no adapters are loaded"
-    near = difflib.get_close_matches(name[:128], _likely(name[:128], known), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(name[:128], _likely(name[:128], known))
+    hint = f"did you mean {near!r}? " if near else ""
     shown = ", ".join(sorted(known)[:_SHOWN])
     more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
     return f"{hint}known adapters: {shown}{more}"

@@ -11,6 +11,7 @@ import logging
 
 from loraproxy.adapters.folder import Listing, list_folder
 from loraproxy.adapters.registry import AdapterRegistry, Source
+from loraproxy.adapters.roots import AllowedRoots
 from loraproxy.adapters.uploads import UploadFolder
 from loraproxy.config import Config
 from loraproxy.errors import InvalidRequest, StartFailed
@@ -55,6 +56,15 @@ def register_folder(config: Config, registry: AdapterRegistry, checks: Checks) -
             registry.put(name, found.path, None, source=Source.FOLDER)
     log.info("adapters folder %s: %d adapters", folder, len(listing.adapters))
     return listing
+
+
+def allowed_roots(config: Config) -> AllowedRoots:
+    """The folders from which the API may register adapters by path. Raises StartFailed for one that is none."""
+    for folder in config.adapter_roots:
+        if not folder.is_dir():
+            reason = "is not one" if folder.exists() else "does not exist"
+            raise StartFailed(f"--adapter-root: the folder {folder.absolute()} {reason}")
+    return AllowedRoots(path.absolute() for path in (*config.adapter_roots, config.adapters_dir) if path)
 
 
 def register_uploads(uploads: UploadFolder, registry: AdapterRegistry, checks: Checks) -> None:

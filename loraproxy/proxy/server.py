@@ -21,7 +21,6 @@ from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.folder import Listing
 from loraproxy.adapters.read import Unsupported
 from loraproxy.adapters.registry import AdapterRegistry, Source, Version
-from loraproxy.adapters.roots import AllowedRoots
 from loraproxy.adapters.uploads import UploadFolder, default_upload_folder
 from loraproxy.backends.base import Backend
 from loraproxy.backends.embedded import EmbeddedWorker
@@ -38,7 +37,7 @@ from loraproxy.proxy.catalog import AdapterChecks, Catalog, Checks
 from loraproxy.proxy.connections import raise_open_files_limit, server_log
 from loraproxy.proxy.context import Proxy
 from loraproxy.proxy.keyed_workers import graph_workers, keyed_pool
-from loraproxy.proxy.loading import register_configured, register_folder, register_uploads
+from loraproxy.proxy.loading import allowed_roots, register_configured, register_folder, register_uploads
 from loraproxy.proxy.middleware import api_keys
 from loraproxy.proxy.passthrough import Passthrough
 from loraproxy.proxy.served import ServedAdapters
@@ -147,8 +146,7 @@ def _assemble(
     watcher = None
     if config.adapters_dir is not None:
         watcher = Watcher(catalog, config.adapters_dir.absolute(), listing)
-    roots = AllowedRoots(path.absolute() for path in (*config.adapter_roots, config.adapters_dir) if path)
-    admin = AdminState(catalog, roots, config.max_adapter_size, watcher.problems if watcher else {})
+    admin = AdminState(catalog, allowed_roots(config), config.max_adapter_size, watcher.problems if watcher else {})
     return _Server(Proxy(catalog, pool, metrics, checks.base_names, config.strict_models), admin, watcher)
 
 

@@ -4,6 +4,7 @@ from shlex import split
 
 import pytest
 
+from gguf_tools import make_tiny_llama
 from loraproxy import __version__
 from loraproxy.cli import config_from_arguments, main
 from loraproxy.config import ConfigError
@@ -128,6 +129,8 @@ def test_options_override_the_file(tmp_path):
         (["--lora-scaled", "x.gguf"], "--lora-scaled takes FNAME:SCALE,..., not 'x.gguf'"),
         (["--lora-scaled", "x.gguf:big"], "--lora-scaled takes FNAME:SCALE,..., not 'x.gguf:big'"),
         (["--adaptor", "a=b"], "unknown argument '--adaptor'; did you mean --adapter?"),
+        (["--prot", "8081"], "unknown argument '--prot'; did you mean --port?"),
+        (["--log-jsonll"], "unknown argument '--log-jsonll'; did you mean --log-jsonl?"),
         (["-td", "2"], "unknown argument '-td'; did you mean -t"),
         (["--spec-draft-n-max", "2"], "llama-server's --spec-draft-n-max is not supported: there is one model"),
         (["--host", "127.0.0.1,::1"], "--host takes one address"),
@@ -163,6 +166,13 @@ def test_a_missing_model_says_how_to_give_one(capsys):
 def test_a_model_file_that_does_not_exist_is_one_line(capsys):
     assert main(["serve", "-m", "/nowhere/base.gguf"]) == 1
     assert capsys.readouterr().err == "error: the model file /nowhere/base.gguf does not exist\n"
+
+
+@pytest.mark.parametrize(("name", "reason"), [("nope", "does not exist"), ("tiny.gguf", "is not one")])
+def test_an_adapter_root_that_is_no_folder_ends_the_start_in_one_line(tmp_path, capsys, name, reason):
+    base = make_tiny_llama(tmp_path / "tiny.gguf")
+    assert main(["serve", "-m", str(base), "--upload-dir", str(tmp_path), "--adapter-root", str(tmp_path / name)]) == 1
+    assert capsys.readouterr().err == f"error: --adapter-root: the folder {tmp_path / name} {reason}\n"
 
 
 def test_the_version_and_the_help(capsys):

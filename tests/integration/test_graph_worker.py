@@ -62,7 +62,8 @@ async def complete(worker: KeyedBackend, prompt: str, adapters: AdapterSet, n_pr
     return answer
 
 
-async def test_each_character_speaks_as_itself_and_the_base_is_clean(model: Path):
+async def test_each_character_speaks_as_itself_and_the_base_is_clean(model: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
     registry = registry_of(model, demo_adapters())
     async with graph_worker(model) as worker:
         for name in [*registry.names(), "pirate"]:
@@ -75,6 +76,8 @@ async def test_each_character_speaks_as_itself_and_the_base_is_clean(model: Path
         await worker.change(bound(registry))
         _, answer = await post(worker, "/v1/chat/completions", {"messages": QUESTION, "temperature": 0})
         assert not answer["choices"][0]["message"]["content"].startswith(tuple(BEGINNINGS.values()))
+    words = {" ".join(message.split()[:2]) for message in caplog.messages}
+    assert words == {"worker: event=ready", "worker: event=set_changed", "worker: event=stopped"}
 
 
 async def test_a_request_for_another_set_than_the_active_one_is_refused(model: Path):

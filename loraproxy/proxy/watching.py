@@ -31,7 +31,7 @@ class Watcher:
         self._catalog = catalog
         self._folder = folder
         self._interval = interval
-        self._before = known.adapters
+        self._before = known
         self._taken: dict[str, Fingerprint] = {name: found.fingerprint for name, found in known.adapters.items()}
         """What the catalog was last told, by name."""
         self._unreadable = ""
@@ -64,10 +64,10 @@ class Watcher:
         return listing
 
     async def _apply(self, listing: Listing) -> None:
-        before, self._before = self._before, listing.adapters
-        problems = dict(listing.problems)
+        before, self._before = self._before, listing
+        problems = {path: p.reason for path, p in listing.problems.items() if before.problems.get(path) == p}
         for name, found in listing.adapters.items():
-            if name not in before or before[name].fingerprint != found.fingerprint:
+            if before.adapters.get(name) != found:
                 continue  # it may still be growing
             adapter = self._catalog.present(name)
             if adapter is not None and adapter.source is not Source.FOLDER and adapter.path != found.path:
@@ -77,7 +77,7 @@ class Watcher:
                 self._taken[name] = found.fingerprint
                 source = adapter.source if adapter else Source.FOLDER
                 await self._catalog.register_or_fail(name, found.path, source)
-        for name in [name for name in self._taken if name not in listing.adapters and name not in before]:
+        for name in [name for name in self._taken if name not in listing.adapters and name not in before.adapters]:
             del self._taken[name]
             await self._catalog.remove_from_folder(name)
         self._report(problems)

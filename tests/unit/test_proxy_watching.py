@@ -123,6 +123,39 @@ async def test_names_that_clash_or_are_not_allowed_are_reported_once_and_left_al
     assert sum("is left alone" in message for message in caplog.messages) == 3
 
 
+async def test_a_folder_that_lacks_its_configuration_and_weights_without_a_folder_are_reported_once(watched, caplog):
+    watched.write("weights/adapter_model.safetensors", "v1")
+    watched.write("nested/inner.gguf", "v1")
+    watched.write("loose.safetensors", "v1")
+    (watched.folder / "empty").mkdir()
+    await watched.until(lambda: len(watched.watcher.problems) == 3)
+    await watched.looks()
+    problems = {Path(path).name: reason for path, reason in watched.watcher.problems.items()}
+    an_adapter = "an adapter's folder has adapter_config.json and adapter_model.safetensors"
+    assert problems["weights"] == f"the folder has no adapter_config.json; {an_adapter}"
+    assert problems["nested"] == "the folder has no adapter_config.json; move inner.gguf out of it"
+    assert problems["loose.safetensors"].startswith("weights alone are no adapter")
+    said = [message for message in caplog.messages if "is left alone" in message]
+    assert sorted(said) == sorted(
+        f"adapters folder: {path} is left alone: {reason}" for path, reason in watched.watcher.problems.items()
+    )
+    watched.write("weights/adapter_config.json", "{}")
+    await watched.until(lambda: watched.digest("weights") == "v1")
+    assert len(watched.watcher.problems) == 2
+
+
+async def test_a_folder_that_is_being_copied_in_is_not_reported(watched, caplog):
+    weights = watched.write("slow/adapter_model.safetensors", "v")
+    with weights.open("a") as file:
+        for _ in range(30):
+            file.write("1")
+            file.flush()
+            await asyncio.sleep(QUICK / 2)
+    watched.write("slow/adapter_config.json", "{}")
+    await watched.until(lambda: watched.digest("slow") is not None)
+    assert not caplog.messages
+
+
 async def test_a_name_that_becomes_free_is_taken_by_the_folder(watched, tmp_path):
     watched.write("pirate.gguf", "v1")
     await watched.until(lambda: watched.watcher.problems)

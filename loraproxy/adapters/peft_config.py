@@ -1,6 +1,7 @@
 """adapter_config.json of a PEFT LoRA: what is asked for, whether it can be done, and each module's scale.
 
-Formulas and matching rules: PEFT's LoraLayer.update_layer, get_pattern_key and check_target_module_exists.
+Formulas and matching rules: PEFT's LoraLayer.update_layer, get_pattern_key and check_target_module_exists. What the
+initialisations do to the base: PEFT's guide on LoRA and its examples of PiSSA, OLoRA, CorDA and LoftQ.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ _LEAVABLE = {
 }
 # velora changes only how it is trained
 _KNOWN_SWITCHES = frozenset((*_NO_PLAIN_PAIRS, *_LEAVABLE, "use_rslora", "use_velora"))
+# they begin with part of the base's weights in the pair, and take it out of the base
 _INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga")
+CONVERTED = "save it again with PEFT's path_initial_model_for_weight_conversion, which makes it a plain LoRA"
+"""The way out for them."""
+_LOFTQ = "loftq"
 _MAX_INVOCATION_TOKENS = 1024
 
 
@@ -54,6 +59,8 @@ class PeftConfig:
     """What modules_to_save names."""
     unsupported: tuple[str, ...]
     """A sentence for each feature that is asked for and cannot be had, but without which the rest makes sense."""
+    init: str
+    """How its weights were initialised, where that has a name."""
     activated: bool
     """Activated LoRA (aLoRA): it applies from its invocation tokens on."""
     invocation_tokens: tuple[int, ...]
@@ -82,6 +89,7 @@ class PeftConfig:
             peft_version=_text(config, "peft_version"),
             saved_modules=tuple(name for name in saved if isinstance(name, str)) if isinstance(saved, list) else (),
             unsupported=tuple(why for key, why in _LEAVABLE.items() if _is_set(config, key)),
+            init=_text(config, "init_lora_weights"),
             activated=_is_set(config, "alora_invocation_tokens") or bool(_text(config, "invocation_string")),
             invocation_tokens=_tokens(tokens) if _is_set(config, "alora_invocation_tokens") else (),
         )
@@ -107,6 +115,26 @@ class PeftConfig:
         kind, divisor = ("rsLoRA", f"sqrt({rank})") if self.rslora else ("LoRA", str(rank))
         return f"{kind}: scale = {alpha:g} / {divisor} = {self.scale(alpha, rank):.3g}"
 
+    @property
+    def needs_changed_base(self) -> str:
+        """Why it is wrong on the original base model; empty where it is not."""
+        if not self.init.lower().startswith(_INITS_THAT_CHANGE_THE_BASE):
+            return ""
+        return (
+            f"init_lora_weights is {shorten(self.init)}: the adapter belongs to a changed base model, from which PEFT"
+            " took what the adapter began with"
+        )
+
+    @property
+    def init_notes(self) -> tuple[str, ...]:
+        """What its initialisation means for the base model that it is used with."""
+        if self.init.lower() != _LOFTQ:
+            return ()
+        return (
+            "LoftQ (init_lora_weights): trained to make up for the rounding of a base model in few bits, of which"
+            " another quantisation has its own; compare its answers with those it had in training",
+        )
+
     def trained_with(self, major: int, minor: int) -> bool:
         """True if PEFT was of this version or later; it states its version since 0.18."""
         parts = self.peft_version.split(".")
@@ -125,12 +153,6 @@ def _check_plain(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         if key.startswith("use_") and value is True and key not in _KNOWN_SWITCHES:
             raise Refused(f"{shorten(key)} is set, a variant of LoRA that is not known here: {WAY_OUT}")
-    init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.startswith(_INITS_THAT_CHANGE_THE_BASE):
-        raise Refused(
-            f"init_lora_weights is {shorten(init)}: the adapter belongs to a changed base model; save it again with "
-            "PEFT's path_initial_model_for_weight_conversion, which makes it a plain LoRA"
-        )
 
 
 def _is_set(config: Mapping[str, Any], key: str) -> bool:

@@ -5,13 +5,15 @@ Names and row order follow llama.cpp's convert_lora_to_gguf.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from loraproxy.adapters.architectures import ModuleNames
 from loraproxy.adapters.base_model import OUTPUT, TOKEN_EMBD, BaseModel
 from loraproxy.adapters.checks import MAX_PAIRS, Refused, listed, op_for
 from loraproxy.adapters.pairs import AdapterPlan, Part, Place, PlannedPair, graph_notes, plan_pairs
-from loraproxy.adapters.peft_config import PeftConfig
+from loraproxy.adapters.peft_config import CONVERTED, PeftConfig
 from loraproxy.adapters.peft_names import WHOLE, PeftModule, PeftTensors, sort_tensors
 from loraproxy.adapters.stored import StoredTensor
 from loraproxy.adapters.tensors import Op
@@ -53,11 +55,11 @@ def plan_peft(
         alphas = {name: settings.alpha_of(name) for name in modules}
         pairs = plan_pairs(base, _parts(modules, places, alphas, settings))
     except Refused as refusal:
-        raise Refused(f"{refusal}{_made_for(settings)}") from None
+        raise Refused(f"{refusal}{made_for(settings.base_name)}") from None
     _check_tying(pairs, settings)
     return AdapterPlan(
         pairs=pairs,
-        notes=(*_scale_notes(modules, alphas, settings), *notes, *graph_notes(pairs)),
+        notes=(*_scale_notes(modules, alphas, settings), *settings.init_notes, *notes, *graph_notes(pairs)),
         left_out=left.sentences,
         invocation_tokens=settings.invocation_tokens,
         base_name=settings.base_name,
@@ -71,6 +73,12 @@ def _leave_out(found: PeftTensors, settings: PeftConfig, left: LeftOut) -> None:
     for why in settings.unsupported:
         if why not in found.strange:
             left.add(why)
+    if settings.needs_changed_base:
+        left.add(
+            settings.needs_changed_base,
+            way_out=CONVERTED,
+            instead="applied as it is, which is right with the changed base model alone",
+        )
     if settings.activated:
         left.add(
             "activated LoRA (alora_invocation_tokens), which starts in the middle of a prompt, is not supported",
@@ -163,5 +171,20 @@ def _scale_notes(modules: _Modules, alphas: Mapping[str, float], settings: PeftC
     return notes
 
 
-def _made_for(settings: PeftConfig) -> str:
-    return f" (its adapter_config.json names the base {settings.base_name[:120]!r})" if settings.base_name else ""
+def made_for(base_name: str) -> str:
+    """What a refusal adds about the base model that the adapter's configuration names."""
+    return f" (its adapter_config.json names the base {base_name[:120]!r})" if base_name else ""
+
+
+def what_is_missing(folder: Path) -> str:
+    """Why ``folder`` is not a whole PEFT folder, by its files' names; empty where it is."""
+    if not os.path.exists(folder / CONFIG_FILE):
+        return f"the folder has no {CONFIG_FILE}; give a GGUF file or a PEFT folder"
+    if os.path.exists(folder / WEIGHTS_FILE):
+        return ""
+    if os.path.exists(folder / "adapter_model.bin"):
+        return (
+            "the weights are pickled (adapter_model.bin), and unpickling can run code; load the adapter with PEFT "
+            "and save it with save_pretrained(..., safe_serialization=True)"
+        )
+    return f"the folder has no {WEIGHTS_FILE}"

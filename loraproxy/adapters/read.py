@@ -15,7 +15,7 @@ from loraproxy.adapters.gguf_file import plan_gguf
 from loraproxy.adapters.gguf_header import GgufError
 from loraproxy.adapters.names import check_name
 from loraproxy.adapters.pairs import AdapterPlan, decode_in_turn, decode_pairs
-from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, plan_peft
+from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, plan_peft, what_is_missing
 from loraproxy.adapters.safetensors_header import read_safetensors_header
 from loraproxy.adapters.tensors import Adapter, AdapterSummary, LoraTensor
 from loraproxy.adapters.unsupported import Unsupported
@@ -141,22 +141,11 @@ def _peft_source(path: Path, base: BaseModel, unsupported: Unsupported) -> Itera
     """The digest is over both files; the length of the first comes before it, so that no other split of the same
     bytes has the same digest.
     """
-    if not (path / CONFIG_FILE).exists():
-        raise Refused(f"the folder has no {CONFIG_FILE}; give a GGUF file or a PEFT folder")
-    if not (path / WEIGHTS_FILE).exists():
-        raise Refused(_why_no_weights(path))
+    if missing := what_is_missing(path):
+        raise Refused(missing)
     config = read_file(path / CONFIG_FILE, _MAX_CONFIG_BYTES)
     digest = hashlib.sha256(len(config).to_bytes(8, "little"))
     digest.update(config)
     with opened(path / WEIGHTS_FILE, MAX_FILE_BYTES) as file:
         plan = plan_peft(config, read_safetensors_header(file), base, unsupported)
         yield _Source("peft", plan, file, digest, len(config) + file.size)
-
-
-def _why_no_weights(folder: Path) -> str:
-    if (folder / "adapter_model.bin").exists():
-        return (
-            "the weights are pickled (adapter_model.bin), and unpickling can run code; load the adapter with PEFT "
-            "and save it with save_pretrained(..., safe_serialization=True)"
-        )
-    return f"the folder has no {WEIGHTS_FILE}"

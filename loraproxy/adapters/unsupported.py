@@ -8,6 +8,7 @@ from enum import Enum
 from loraproxy.adapters.checks import Refused, listed
 
 WAY_OUT = "train a plain LoRA, or merge the adapter into the base model"
+_LEFT_OUT = "left out"
 
 
 class Unsupported(Enum):
@@ -32,7 +33,7 @@ class LeftOut:
         """For :attr:`Adapter.left_out`: one for each part."""
         return tuple(self._sentences)
 
-    def add(self, what: str, tensors: Iterable[str] = (), *, way_out: str = WAY_OUT, instead: str = "left out") -> None:
+    def add(self, what: str, tensors: Iterable[str] = (), *, way_out: str = WAY_OUT, instead: str = _LEFT_OUT) -> None:
         """Note ``what`` cannot be applied, of which tensors. Raises Refused unless it may be left out.
 
         ``instead`` says what becomes of it then.
@@ -40,5 +41,6 @@ class LeftOut:
         names = listed(tensors)
         shown = f"{what} ({names})" if names else what
         if self._unsupported is Unsupported.REFUSE:
-            raise Refused(f"{shown}: {way_out}; --ignore-unsupported loads the rest")
+            rest = "loads the rest" if instead == _LEFT_OUT else "loads it nevertheless"
+            raise Refused(f"{shown}: {way_out}; --ignore-unsupported {rest}")
         self._sentences.append(f"{shown}: {instead}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from loraproxy.adapters.base_model import TOKEN_EMBD, BaseModel
 from loraproxy.adapters.checks import Refused, listed, matrix_of
 from loraproxy.adapters.pairs import Part, Rows, plan_pairs
-from loraproxy.adapters.peft_folder import plan_peft
+from loraproxy.adapters.peft_folder import made_for, plan_peft
 from loraproxy.adapters.read import Unsupported, read_adapter
 from loraproxy.adapters.tensors import AdapterSummary
 from loraproxy.errors import InvalidAdapterFile
@@ -30,6 +30,11 @@ class Fit:
     rest: AdapterSummary | None = None
     problems: list[str] = field(default_factory=list)
 
+    def add(self, problem: str) -> None:
+        """Note ``problem`` unless one that says as much is noted."""
+        if not any(known.startswith(problem) for known in self.problems):
+            self.problems.append(problem)
+
 
 def fit(survey: Survey, base: BaseModel) -> Fit:
     """Read the adapter as the server would. Raises nothing for a faulty adapter."""
@@ -38,8 +43,10 @@ def fit(survey: Survey, base: BaseModel) -> Fit:
     try:
         found.summary = read_adapter(name, survey.path, base).summary
     except InvalidAdapterFile as refusal:
-        found.problems.append(refusal.message.removeprefix(f"adapter {name!r} ({survey.path}): "))
-        found.problems += [problem for problem in _each(survey, base) if problem not in found.problems]
+        about = made_for(survey.base_name)
+        found.problems.append(refusal.message.removeprefix(f"adapter {name!r} ({survey.path}): ").removesuffix(about))
+        for problem in _each(survey, base):
+            found.add(problem.removesuffix(about))
         found.rest = _rest(name, survey, base)
     return found
 
@@ -56,6 +63,8 @@ def _each(survey: Survey, base: BaseModel) -> list[str]:
     problems = list(survey.problems)
     if survey.format == "gguf" and survey.architecture != base.architecture:
         problems.append(f"the adapter is for the architecture {survey.architecture!r}, not {base.architecture!r}")
+    if survey.format == "peft" and not survey.config:
+        return problems  # without a configuration nothing is known of the modules
     unknown = []
     for module in survey.modules[:_MAX_MODULES]:
         if survey.format == "gguf" and base.shape_of(module.name) is None:

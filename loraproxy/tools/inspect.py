@@ -149,7 +149,7 @@ def _rest(found: Fit) -> list[str]:
     if found.rest is None:
         return []
     left = "; ".join(found.rest.left_out)
-    return [f"--ignore-unsupported would load {found.rest.n_pairs} pairs, and not: {left}"]
+    return [f"--ignore-unsupported would load {found.rest.n_pairs} pairs; {left}"]
 
 
 def _facts(survey: Survey) -> dict[str, Any]:

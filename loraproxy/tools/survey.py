@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from loraproxy.adapters.checks import MAX_FILE_BYTES, MAX_RANK, Refused, check_r
 from loraproxy.adapters.decode import Buffer, all_finite, decode
 from loraproxy.adapters.files import CheckedFile, opened, read_file
 from loraproxy.adapters.gguf_header import GgufArray, GgufError, GgufHeader, HeaderGoesOn, read_gguf_header
-from loraproxy.adapters.peft_config import PeftConfig
-from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE
+from loraproxy.adapters.peft_config import CONVERTED, PeftConfig
+from loraproxy.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, what_is_missing
 from loraproxy.adapters.peft_names import PeftTensors, sort_tensors
 from loraproxy.adapters.safetensors_header import read_safetensors_header
 from loraproxy.adapters.stored import StoredTensor
@@ -181,23 +181,21 @@ def _add(
         found.attempt(lambda: check_rank(name, b.shape[1]))
         if 1 <= b.shape[1] <= MAX_RANK:
             shape = (b.shape[1], rank_and_in[1], b.shape[0])
-    found.attempt(lambda: check_scale(name, scale))
+    if not math.isnan(scale):  # else the configuration says nothing that can be read, which is a problem already
+        found.attempt(lambda: check_scale(name, scale))
     found.modules.append(Module(name, a, b, shape, alpha, scale, a_by_token))
 
 
 def survey_peft(path: Path) -> Survey:
     """Read a PEFT folder. Raises nothing: what is wrong is among its problems."""
     found = Survey(path, "peft")
-    config = found.attempt(lambda: read_file(path / CONFIG_FILE, _MAX_CONFIG))
-    if config is None and not exists(path / WEIGHTS_FILE):
-        return found
-    found.config = config or b""
-    settings = _settings(found, found.config)
-    if not exists(path / WEIGHTS_FILE) and exists(path / "adapter_model.bin"):
-        found.problem(
-            "the weights are pickled (adapter_model.bin), and unpickling can run code; load the adapter with PEFT "
-            "and save it with save_pretrained(..., safe_serialization=True)"
-        )
+    settings = None
+    if missing := what_is_missing(path):
+        found.problem(missing)
+    if exists(path / CONFIG_FILE):
+        found.config = found.attempt(lambda: read_file(path / CONFIG_FILE, _MAX_CONFIG)) or b""
+        settings = _settings(found, found.config) if found.config else None
+    if not exists(path / WEIGHTS_FILE):
         return found
 
     def read() -> None:
@@ -227,6 +225,9 @@ def _settings(found: Survey, raw: bytes) -> PeftConfig | None:
             found.problem(_ALORA)
         for why in settings.unsupported:
             found.problem(why)
+        if settings.needs_changed_base:
+            found.problem(f"{settings.needs_changed_base}: {CONVERTED}")
+        found.notes.extend(settings.init_notes)
     return settings
 
 
@@ -237,7 +238,7 @@ def _usable_part(found: Survey, raw: bytes) -> PeftConfig | None:
         return None
     if not isinstance(config, dict):
         return None
-    usable: dict[str, Any] = {"peft_type": "LORA", "lora_alpha": 1}
+    usable: dict[str, Any] = {}
     for key, value in list(config.items())[:_MAX_KEYS]:
         trial = json.dumps({"peft_type": "LORA", "lora_alpha": 1, key: value}).encode()
         try:
@@ -246,9 +247,10 @@ def _usable_part(found: Survey, raw: bytes) -> PeftConfig | None:
         except Refused as reason:
             found.problem(reason)
     try:
-        return PeftConfig.parse(json.dumps(usable).encode())
+        settings = PeftConfig.parse(json.dumps({"peft_type": "LORA", "lora_alpha": 1, **usable}).encode())
     except Refused:
         return None
+    return settings if "lora_alpha" in usable else replace(settings, alpha=math.nan)
 
 
 def _peft_modules(found: Survey, tensors: PeftTensors, settings: PeftConfig | None) -> None:

@@ -230,6 +230,15 @@ def test_weight_tying_needs_both_ends_of_the_model(tmp_path, base):
     assert len(read_adapter("x", both, base).tensors) == 2
 
 
+def test_an_adapter_that_was_initialised_beside_a_rounded_base_says_what_that_means(tmp_path, base):
+    folder = make_peft_folder(tmp_path, tensors_of(V), peft_config(init_lora_weights="loftq"))
+    notes = read_adapter("x", folder, base).notes
+    assert any(note.startswith("LoftQ (init_lora_weights): trained to make up for the rounding") for note in notes)
+    for init in (True, "gaussian", "eva", "orthogonal"):
+        folder = make_peft_folder(tmp_path, tensors_of(V), peft_config(init_lora_weights=init))
+        assert not any("init_lora_weights" in note for note in read_adapter("x", folder, base).notes)
+
+
 def with_tensor(name, values):
     def change(tensors):
         tensors[PREFIX + name] = np.asarray(values, np.float32)

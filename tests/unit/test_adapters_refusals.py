@@ -30,6 +30,7 @@ Tensors = dict[str, np.ndarray[Any, Any]]
 Make = Callable[[Path], Path]
 ALWAYS, UNLESS_LEFT_OUT = "always", "unless left out"
 HINT = "; --ignore-unsupported loads the rest"
+NEVERTHELESS = "; --ignore-unsupported loads it nevertheless"
 PLAIN = "train a plain LoRA, or merge the adapter into the base model"
 MADE_FOR = " (its adapter_config.json names the base 'someone/tiny-llama')"
 
@@ -112,13 +113,13 @@ REFUSALS: dict[str, tuple[Make, str, str]] = {
         peft({"alora_invocation_tokens": [5, 6]}),
         UNLESS_LEFT_OUT,
         "activated LoRA (alora_invocation_tokens), which starts in the middle of a prompt, is not supported: "
-        f"{PLAIN}{HINT}",
+        f"{PLAIN}{NEVERTHELESS}",
     ),
     "activated LoRA in GGUF": (
         gguf(invocation_tokens=[5, 6]),
         UNLESS_LEFT_OUT,
         "activated LoRA (adapter.alora.invocation_tokens), which starts in the middle of a prompt, is not supported: "
-        f"{PLAIN}{HINT}",
+        f"{PLAIN}{NEVERTHELESS}",
     ),
     "some modules that the base lacks": (
         peft(**{f"vision.{half}.weight": values for half, values in (("lora_A", ZEROS), ("lora_B", ZEROS.T))}),
@@ -208,10 +209,11 @@ REFUSALS: dict[str, tuple[Make, str, str]] = {
         f"QALoRA (use_qalora) pools its inputs, which is not supported: {PLAIN}",
     ),
     "PiSSA": (
-        peft({"init_lora_weights": "pissa"}),
-        ALWAYS,
-        "init_lora_weights is 'pissa': the adapter belongs to a changed base model; save it again with "
-        "PEFT's path_initial_model_for_weight_conversion, which makes it a plain LoRA",
+        peft({"init_lora_weights": "PiSSA"}),
+        UNLESS_LEFT_OUT,
+        "init_lora_weights is 'PiSSA': the adapter belongs to a changed base model, from which PEFT took what the "
+        "adapter began with: save it again with PEFT's path_initial_model_for_weight_conversion, which makes it a "
+        f"plain LoRA{NEVERTHELESS}",
     ),
     "repeated layers": (
         peft({"layer_replication": [[0, 2], [1, 2]]}),
@@ -262,7 +264,12 @@ def test_what_may_be_left_out_is_named_and_the_rest_is_read(tmp_path, base, make
     (sentence,) = adapter.left_out
     assert sentence.split(": ")[0] == message.split(": ")[0]
     activated = "activated" in message
-    assert sentence.endswith(": applied to the whole prompt as a plain LoRA" if activated else ": left out")
+    if activated:
+        assert sentence.endswith(": applied to the whole prompt as a plain LoRA")
+    elif "PiSSA" in message:
+        assert sentence.endswith(": applied as it is, which is right with the changed base model alone")
+    else:
+        assert sentence.endswith(": left out")
     assert adapter.invocation_tokens == ((5, 6) if activated else ())
     assert survey_adapter("x", path, base, unsupported=Unsupported.LEAVE_OUT) == adapter.summary
 

@@ -35,6 +35,9 @@ def peft(folder: Path, shapes=ATTENTION, **config) -> Path:
     return make_peft_folder(folder, random_peft_tensors(shapes), peft_config(**config))
 
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
     code = main(["inspect", *map(str, arguments)])
     captured = capsys.readouterr()
@@ -142,6 +145,43 @@ def test_pickled_weights_are_refused_with_the_way_out(tmp_path, capsys):
     code, out, _ = run(capsys, tmp_path / "x")
     assert code == 1
     assert "safe_serialization=True" in out
+
+
+def lacking_a_half(folder: Path) -> None:
+    tensors = random_peft_tensors(ATTENTION)
+    tensors.pop(next(iter(tensors)))
+    make_peft_folder(folder, tensors)
+
+
+DAMAGE = {
+    "no configuration": (lambda x: (x / CONFIG).unlink(), "the folder has no adapter_config.json"),
+    "no JSON": (lambda x: (x / CONFIG).write_text("{"), "adapter_config.json is not JSON"),
+    "no weights": (lambda x: (x / WEIGHTS).unlink(), "the folder has no adapter_model.safetensors"),
+    "half a pair": (lacking_a_half, "half of a pair is missing"),
+    "DoRA": (lambda x: peft(x, use_dora=True), "DoRA (use_dora), which changes"),
+    "alpha 0": (lambda x: peft(x, lora_alpha=0), "lora_alpha must be a finite number other than 0"),
+    "pickled": (lambda x: (x / WEIGHTS).rename(x / "adapter_model.bin"), "the weights are pickled"),
+    "PiSSA": (lambda x: peft(x, init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
+}
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("beside", ["alone", "with its model"])
+def test_one_fault_is_one_reason(tmp_path, base, damage, reason, beside):
+    damage(peft(tmp_path / "x"))
+    (problem,) = inspect(tmp_path / "x", base if beside == "with its model" else None).problems
+    assert reason in problem
+
+
+def test_a_scale_that_the_configuration_does_not_tell_is_unknown(tmp_path):
+    assert inspect(peft(tmp_path / "x", lora_alpha="eight")).facts["scale"] == "unknown"
+
+
+def test_what_an_initialisation_means_is_a_note_with_and_without_a_model(tmp_path, base):
+    folder = peft(tmp_path / "x", init_lora_weights="loftq")
+    for report in (inspect(folder), inspect(folder, base)):
+        assert report.usable
+        assert sum(note.startswith("LoftQ") for note in report.notes) == 1
 
 
 def test_a_base_model_is_called_so(capsys, base):

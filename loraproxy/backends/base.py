@@ -83,6 +83,10 @@ class Group(Protocol):
         """How many of them are in which state, in the words for a worker's."""
         ...
 
+    def problem(self) -> str:
+        """What is wrong with those that do not serve; empty: all do."""
+        ...
+
 
 @runtime_checkable
 class AdapterHost(Protocol):

@@ -32,8 +32,8 @@ class Retry:
     longest: float = 5.0
     loading: float = 0.25
     """While it says that it is loading its model."""
-    start: float = 10.0
-    """How long a start waits for a server that refuses connections."""
+    start: float = 3.0
+    """How long a start waits for a server that cannot be reached: it may be starting itself."""
 
 
 class LlamaServers:
@@ -64,6 +64,10 @@ class LlamaServers:
     def states(self) -> Mapping[str, int]:
         """How many servers are in which state, in the words for a worker's."""
         return Counter("draining" if place.leaving else _STATES[place.reach] for place in self.places.all)
+
+    def problem(self) -> str:
+        """Why those servers that are down are; empty: none is."""
+        return "; ".join(place.why for place in self.places.all if place.reach is Reach.DOWN)
 
     def _client(self, url: str) -> LlamaServerClient:
         if self._session is None:
@@ -184,9 +188,10 @@ class UrlServers(LlamaServers):
             except StartFailed as error:
                 self._is_down(place, str(error))
                 tried.set()
-            if loop.time() >= give_up:
+            left = give_up - loop.time()
+            if left <= 0:
                 tried.set()
-            await asyncio.sleep(delay)
+            await asyncio.sleep(delay if left <= 0 else min(delay, left))
             delay = min(2 * delay, self._retry.longest)
 
     async def _look_at(self, place: Place) -> None:

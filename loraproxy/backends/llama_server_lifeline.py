@@ -8,12 +8,15 @@ when it ends, so the connection is lost before a new server can listen at the sa
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 from yarl import URL
 
+_CONNECT_SECONDS = 3.0
+"""A server that is there takes a connection at once; where nothing answers at all the system would try for minutes."""
 _PING_SECONDS = 2.0
 """llama-server closes connections that were idle for five seconds."""
 _PATIENCE = 60.0
@@ -25,7 +28,11 @@ _LOST = (OSError, EOFError, LookupError, ValueError, asyncio.LimitOverrunError, 
 async def lifeline(url: URL) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """Connect to the server at ``url``; what is yielded returns when the connection is lost. Raises OSError."""
     context = ssl.create_default_context() if url.scheme == "https" else None
-    reader, writer = await asyncio.open_connection(url.host, url.port, ssl=context)
+    connecting = asyncio.open_connection(url.host, url.port, ssl=context)
+    try:
+        reader, writer = await asyncio.wait_for(connecting, _CONNECT_SECONDS)
+    except asyncio.TimeoutError as error:  # no OSError before Python 3.11
+        raise TimeoutError(errno.ETIMEDOUT, "it does not answer") from error
 
     async def until_lost() -> None:
         first = True

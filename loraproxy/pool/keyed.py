@@ -25,6 +25,7 @@ from loraproxy.errors import (
     WorkerUnreached,
 )
 from loraproxy.metrics import Metrics
+from loraproxy.pool.backoff import Backoff
 from loraproxy.pool.base import WorkerInfo
 from loraproxy.pool.clock import Clock, LoopClock, Timer
 from loraproxy.pool.fair_queue import FairQueue
@@ -33,7 +34,6 @@ from loraproxy.pool.keyed_view import KeyedAdapters, info
 from loraproxy.pool.keyed_worker import KeyedWorker, named
 from loraproxy.pool.pins import Pins
 from loraproxy.pool.placement import Limits, Placement, Quantum
-from loraproxy.pool.pool import Backoff
 from loraproxy.pool.troubles import Patience, Seen, Troubles
 from loraproxy.pool.worker import State
 

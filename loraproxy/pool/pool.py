@@ -1,56 +1,33 @@
-"""The worker pool: admission, leases, replacement of a worker that died, and drain.
+"""The pool of the one shared worker: admission and leases; :mod:`loraproxy.pool.keeper` replaces the worker.
 
-The one shared worker runs any adapter sets in one batch and has a fair queue of its own, so the pool does not
-hold requests back: it admits as many as may run and wait, and refuses the rest at once.
+The worker runs any adapter sets in one batch and has a fair queue of its own, so the pool does not hold requests
+back: it admits as many as may run and wait, and refuses the rest at once. Only while there is no worker, since one
+that served well has just ended or is drained, do requests wait here for the next.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 
 from loraproxy.adapters.registry import Bound, Version
 from loraproxy.backends.adapter_calls import forget_prompts
-from loraproxy.backends.base import Backend, Group, WorkerExit
-from loraproxy.errors import ApiError, NotFound, ServerError, StartFailed, Unavailable, WorkerFailed
+from loraproxy.backends.base import Backend, Group
+from loraproxy.errors import ApiError, NotFound, ServerError, StartFailed, Unavailable, WorkerFailed, WorkerUnreached
 from loraproxy.metrics import Metrics
+from loraproxy.pool.backoff import Backoff
 from loraproxy.pool.base import WorkerInfo
-from loraproxy.pool.loading import WorkerLoader
+from loraproxy.pool.keeper import Keeper, WorkerLimits
 from loraproxy.pool.pins import Pins
 from loraproxy.pool.residency import Residency
 from loraproxy.pool.worker import State, Worker
 
-log = logging.getLogger(__name__)
-
-_GRACE = 10.0
-"""Seconds from SIGTERM to SIGKILL for a drained worker."""
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Seconds to wait before a worker is replaced: doubled with each failure, forgotten after a time of health."""
-
-    first: float = 0.5
-    longest: float = 30.0
-    healthy_after: float = 60.0
-
-    def delay(self, failures: int) -> float:
-        """The wait before the ``failures``-th replacement in a row, counted from 1."""
-        return min(self.first * 2.0 ** min(failures - 1, 16), self.longest)
-
-
-@dataclass(frozen=True)
-class AdapterLimits:
-    """What the worker may hold of adapters."""
-
-    memory: int = 0
-    """Bytes; 0: no limit."""
-    ignore_unsupported: bool = False
+_BEST_FIRST = (State.READY, State.STARTING, State.DRAINING, State.FAILED)
+_NOTICE = 1.0
+"""Seconds within which it is known that a worker which takes no connections has ended, if it has."""
 
 
 class WorkerPool:
@@ -63,35 +40,28 @@ class WorkerPool:
         *,
         slots: int,
         max_queue: int,
-        adapters: AdapterLimits | None = None,
+        limits: WorkerLimits | None = None,
         backoff: Backoff | None = None,
     ) -> None:
         """``slots`` requests run at once on the worker, ``max_queue`` more may wait."""
-        self._make_backend = make_backend
-        self._metrics = metrics
-        self._limits = adapters or AdapterLimits()
+        self._limits = limits or WorkerLimits()
+        self._keeper = Keeper(make_backend, metrics, self._limits, backoff or Backoff(), self._gone)
         self._pins = Pins()
         self._slots = slots
         self._max_queue = max_queue
-        self._backoff = backoff or Backoff()
-        self._ids = itertools.count()
-        self._last_error = ""
-        self._worker = self._make_worker()
-        self._keeper: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self._retry_at = 0.0
-        self._draining = False
+        self._waiting = 0
+        """Requests that wait for a worker."""
         self.started = False
         """The first worker became ready: from now on a worker that is not there is being replaced."""
-        self.restarts = 0
         self.in_flight = 0
-        """Requests that hold a lease, on this worker or on one that has just ended."""
+        """Requests that hold a lease, on this worker or on one that has just ended, or wait for one."""
 
     @property
-    def state(self) -> State:
-        """The worker's state."""
-        return self._worker.state
+    def restarts(self) -> int:
+        """Workers replaced since the start."""
+        return self._keeper.restarts
 
     @property
     def residency(self) -> Residency:
@@ -103,19 +73,13 @@ class WorkerPool:
 
         Raises StartFailed; a first start is not tried again.
         """
-        self._metrics.worker_spawned()
-        try:
-            await self._worker.backend.start()
-        except StartFailed:
-            self._metrics.worker_died()
-            raise
+        await self._keeper.start()
         try:
             await self._preload(preload)
         except ApiError as error:
             raise StartFailed(error.message) from error
-        self._set_ready(self._worker)
+        self._keeper.keep()
         self.started = True
-        self._keeper = asyncio.create_task(self._keep())
 
     def reach(self) -> Worker:
         """The worker, for a request that does not generate. Raises Unavailable."""
@@ -128,11 +92,12 @@ class WorkerPool:
         return [self._worker] if self._worker.reachable else []
 
     def states(self) -> Mapping[str, int]:
-        """The one worker's state; those of the servers where it is several."""
-        backend = self._worker.backend
-        if isinstance(backend, Group) and self._worker.reachable:
-            return backend.states()
-        return {self._worker.state.value: 1}
+        """How many workers are in which state; the servers' states where a worker is several."""
+        found: Counter[str] = Counter()
+        for worker in self._all():
+            backend = worker.backend
+            found.update(backend.states() if isinstance(backend, Group) and worker.reachable else [worker.state.value])
+        return found
 
     def check_ready(self) -> None:
         """Raises Unavailable unless new requests are taken."""
@@ -146,18 +111,24 @@ class WorkerPool:
         They are this request's from the call on, whatever happens to their names. Raises Unavailable, and what
         loading raises (:meth:`Residency.hold`).
         """
-        worker = self._admit()
-        worker.take(bound.adapters)
+        self._check_room()
         self.in_flight += 1
         self._idle.clear()
         try:
             with self._pins.hold(bound.versions):
-                async with worker.residency.hold(bound.versions):
-                    yield worker
+                worker = await self._admitted()
+                worker.take(bound.adapters)
+                try:
+                    async with worker.residency.hold(bound.versions):
+                        yield worker
+                except WorkerUnreached:
+                    await self._until_noticed(worker)
+                    raise
+                finally:
+                    worker.give_back(bound.adapters)
         except WorkerFailed as error:
-            raise (self.broken() if self._draining else error) from error
+            raise (self.broken() if self._keeper.ending else error) from error
         finally:
-            worker.give_back(bound.adapters)
             self.in_flight -= 1
             if not self.in_flight:
                 self._idle.set()
@@ -181,67 +152,68 @@ class WorkerPool:
 
     def broken(self) -> ApiError:
         """The error of a request whose connection to the worker broke."""
-        if self._draining:
+        if self._keeper.ending:
             return Unavailable("the server is shutting down", retry_after=5)
         return WorkerFailed("the worker ended while it worked on this request; try again")
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new leases and wait up to ``timeout`` seconds for those in flight. True when none is left."""
-        self._draining = True
-        if self._worker.state is State.READY:
-            self._worker.move(State.DRAINING, "the server ends")
-            self._metrics.worker_drained()
+        self._keeper.end()
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
         return self._idle.is_set()
 
     async def close(self, grace: float) -> None:
-        """Stop the worker, with ``grace`` seconds until it is killed. Requests still in flight fail."""
-        self._draining = True
-        if self._keeper is not None:
-            self._keeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._keeper
-        self._worker.move(State.STOPPED, "the server ends")
-        await self._worker.residency.close(self.broken())
-        await self._worker.backend.stop(grace)
+        """Stop the workers, with ``grace`` seconds until they are killed. Requests still in flight fail."""
+        await self._keeper.close(grace)
 
     def workers(self) -> Sequence[WorkerInfo]:
-        """The one worker."""
-        worker = self._worker
-        pid = getattr(worker.backend, "pid", None)  # a server that was running before has none
-        return [
-            WorkerInfo(
-                id=worker.id,
-                state=worker.state,
-                adapters=None,
-                leases=worker.in_flight,
-                waiting=worker.residency.waiting,
-                since=worker.since,
-                pid=pid if isinstance(pid, int) else None,
-                restarts=self.restarts,
-                last_error=self._last_error,
-                memory=worker.residency.nbytes,
-            )
-        ]
+        """The worker, and beside it one that is drained or that starts, by id."""
+        return [self._info(worker) for worker in self._all()]
 
     def drain_worker(self, worker_id: int) -> WorkerInfo:
-        """Refuse new leases until the worker has finished what it has and a new one is ready.
+        """Have a new worker take the place of this one, which then finishes what it has and ends.
 
-        Raises NotFound where there is no such worker, and Unavailable where it is not ready.
+        Where there is no memory for both, this one is drained first; requests wait meanwhile. Raises NotFound where
+        there is no such worker, and Unavailable where it is not ready.
         """
-        if worker_id != self._worker.id:
-            raise NotFound(f"there is no worker {worker_id}; there is: {self._worker.id}")
-        if self._worker.state is not State.DRAINING:
+        worker = next((worker for worker in self._all() if worker.id == worker_id), None)
+        if worker is None:
+            raise NotFound(f"there is no worker {worker_id}; there is: {', '.join(str(w.id) for w in self._all())}")
+        if worker.state is not State.DRAINING:
             self.check_ready()
-            self._metrics.worker_drained()
-            self._worker.move(State.DRAINING, f"asked to; {self._worker.in_flight} in flight")
-        return self.workers()[0]
+            self._keeper.replace(worker)
+        return self._info(worker)
 
-    def _make_worker(self) -> Worker:
-        backend = self._make_backend()
-        loader = WorkerLoader(backend, self._metrics, ignore_unsupported=self._limits.ignore_unsupported)
-        return Worker(backend, Residency(loader, self._limits.memory), next(self._ids))
+    # -- inside --------------------------------------------------------------------------------------------
+
+    @property
+    def _worker(self) -> Worker:
+        return self._keeper.worker
+
+    def _all(self) -> list[Worker]:
+        return sorted((self._keeper.worker, *self._keeper.others), key=lambda worker: worker.id)
+
+    def _info(self, worker: Worker) -> WorkerInfo:
+        backend = worker.backend
+        pid = getattr(backend, "pid", None)  # a server that was running before has none
+        state, error = worker.state, self._keeper.last_error
+        if isinstance(backend, Group) and state is State.READY:
+            states = backend.states()
+            state = next((state for state in _BEST_FIRST if states.get(state.value)), State.FAILED)
+            error = backend.problem() or error
+        return WorkerInfo(
+            id=worker.id,
+            state=state,
+            adapters=None,
+            leases=worker.in_flight,
+            waiting=worker.residency.waiting + (self._waiting if worker is self._worker else 0),
+            since=worker.since,
+            pid=pid if isinstance(pid, int) else None,
+            restarts=self.restarts,
+            last_error=error,
+            memory=worker.residency.nbytes,
+        )
 
     async def _preload(self, versions: Sequence[Version]) -> None:
         size = 0
@@ -252,89 +224,47 @@ class WorkerPool:
             async with self._worker.residency.hold((version,)):
                 pass
 
-    def _admit(self) -> Worker:
-        self.check_ready()
-        worker = self._worker
-        if worker.in_flight >= self._slots + self._max_queue:
+    def _check_room(self) -> None:
+        """Raises Unavailable where as many requests run and wait as may."""
+        on_worker = self._worker.in_flight if self._worker.state is State.READY else 0
+        if on_worker + self._waiting >= self._slots + self._max_queue:
             raise Unavailable(
                 f"too many requests: {self._slots} run and {self._max_queue} wait; try again later", retry_after=1
             )
-        return worker
+
+    async def _admitted(self) -> Worker:
+        """The worker, once it is ready. Raises Unavailable where that is not to be waited for."""
+        self._waiting += 1
+        try:
+            while self._worker.state is not State.READY:
+                if self._keeper.ending or not self.started or self._keeper.failures > 1:
+                    raise self._unavailable()
+                await self._keeper.moved.wait()
+            return self._worker
+        finally:
+            self._waiting -= 1
+
+    async def _until_noticed(self, worker: Worker) -> None:
+        """Return when ``worker``, which did not take a connection, is known to have ended, or well enough after."""
+        with suppress(asyncio.TimeoutError):
+            while worker.state is State.READY:
+                await asyncio.wait_for(self._keeper.moved.wait(), _NOTICE)
+
+    def _gone(self) -> ApiError:
+        """The error of a request that its worker had not been sent when it ended."""
+        if self._keeper.ending:
+            return self.broken()
+        return WorkerUnreached("the worker has just ended; try again later", retry_after=1)
 
     def _unavailable(self) -> Unavailable:
-        if self._draining:
+        if self._keeper.ending:
             return Unavailable("the server is shutting down", retry_after=5)
         if not self.started:
             return Unavailable("Loading model", retry_after=1)
-        wait = max(self._retry_at - asyncio.get_running_loop().time(), 0.0)
         if self._worker.state is State.DRAINING:
             return Unavailable("the worker is drained, to be replaced; try again later", retry_after=5)
-        return Unavailable("the worker ended and is being replaced; try again later", retry_after=math.ceil(wait) + 1)
-
-    def _set_ready(self, worker: Worker) -> None:
-        worker.move(State.READY, "healthy")
-        if self._draining:
-            worker.move(State.DRAINING, "the server ends")
-
-    async def _keep(self) -> None:
-        """Replace the worker whenever it ends or is drained, for as long as the pool is open."""
-        loop = asyncio.get_running_loop()
-        failures = 0
-        while True:
-            ready_since = loop.time()
-            end = await self._end_or_drained()
-            worker = self._worker
-            if end is not None:
-                self._metrics.worker_died()
-                self._last_error = end.report()
-                log.error("the worker ended: %s; %d requests in flight fail", end.report(), worker.in_flight)
-                worker.move(State.FAILED, f"{end}")
-            else:
-                self._metrics.worker_stopped()
-                worker.move(State.STOPPED, "drained")
-            await worker.residency.close(self.broken())
-            await worker.backend.stop(0 if end else _GRACE)
-            if end is None or loop.time() - ready_since >= self._backoff.healthy_after:
-                failures = 0
-            failures = await self._replace(failures + (end is not None))
-
-    async def _end_or_drained(self) -> WorkerExit | None:
-        """How the worker ended by itself; None when it is drained, to be replaced."""
-        ended = asyncio.create_task(self._worker.backend.wait())
-        drained = asyncio.create_task(self._worker.drained.wait())
-        try:
-            await asyncio.wait({ended, drained}, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                return ended.result()
-            if self._draining:  # the server ends: nothing is to be replaced, unless it fails
-                return await ended
-            return None
-        finally:
-            ended.cancel()
-            drained.cancel()
-
-    async def _replace(self, failures: int) -> int:
-        """Start workers until one is ready. Returns the number of failures in a row so far."""
-        loop = asyncio.get_running_loop()
-        while True:
-            delay = self._backoff.delay(failures) if failures else 0.0
-            self._retry_at = loop.time() + delay
-            log.warning("starting a new worker in %g s", delay)
-            await asyncio.sleep(delay)
-            # The old worker's requests end with it; each gives its lease back to the object it took it from.
-            worker = self._worker = self._make_worker()
-            self._metrics.worker_spawned()
-            try:
-                await worker.backend.start()
-            except StartFailed as error:
-                self._last_error = str(error)
-                worker.move(State.FAILED, str(error).partition("\n")[0])
-                self._metrics.worker_died()
-                log.error("%s", error)
-                await worker.backend.stop(0)
-                failures += 1
-                continue
-            self.restarts += 1
-            self._set_ready(worker)
-            log.info("the new worker is ready")
-            return failures
+        wait = max(self._keeper.retry_at - asyncio.get_running_loop().time(), 0.0)
+        why = f"; it said: {self._keeper.last_error}" if self._keeper.failures > 1 else ""
+        return Unavailable(
+            f"the worker ended and is being replaced; try again later{why}", retry_after=math.ceil(wait) + 1
+        )

@@ -9,8 +9,8 @@ from loraproxy.adapters.fingerprint import Fingerprint, fingerprint
 from loraproxy.adapters.registry import Bound, Version
 from loraproxy.adapters.sets import AdapterSet
 from loraproxy.errors import ApiError, Unavailable
+from loraproxy.pool.backoff import Backoff
 from loraproxy.pool.keyed_worker import named
-from loraproxy.pool.pool import Backoff
 
 Seen = tuple[Fingerprint, ...]
 _Files = frozenset[int]

@@ -178,6 +178,7 @@ def _is_upload(request: web.Request) -> bool:
 
 async def _receive(request: web.Request, state: AdminState, name: str) -> RegisteredAdapter:
     uploads = state.catalog.uploads
+    state.catalog.checks.check_upload(name)
     try:
         incoming = uploads.begin()
     except OSError as error:

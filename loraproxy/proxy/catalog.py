@@ -67,6 +67,10 @@ class AdapterChecks(Protocol):
         """What is at ``path``, without its weights. Raises InvalidRequest for the name."""
         ...
 
+    def check_upload(self, name: str) -> None:
+        """Raises InvalidAdapterFile where no file can be taken, whatever is in it."""
+        ...
+
     def read(self, name: str, path: Path) -> AdapterSummary:
         """What is at ``path``, every weight checked. Raises InvalidAdapterFile."""
         ...
@@ -98,6 +102,9 @@ class Checks:
             return Surveyed(self._run(survey_adapter(name, path, self.base, unsupported=self.unsupported)), seen)
         except InvalidAdapterFile as error:
             return Surveyed(error.message, seen)
+
+    def check_upload(self, name: str) -> None:
+        """Any file is looked at."""
 
     def read(self, name: str, path: Path) -> AdapterSummary:
         """What is at ``path``, every weight checked. Raises InvalidAdapterFile."""

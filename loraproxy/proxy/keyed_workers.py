@@ -1,4 +1,4 @@
-"""Laying out a pool of workers that run one adapter set at a time."""
+"""Laying out a pool of workers that run one adapter set at a time, and what workers of either kind take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loraproxy.adapters.names import RESERVED, known_names, shorten
 from loraproxy.adapters.registry import AdapterRegistry, Bound
 from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.backends.graph_worker import GraphWorker
-from loraproxy.config import Config, WorkerSettings
+from loraproxy.config import Config, EngineConfig, WorkerSettings
 from loraproxy.errors import InvalidAdapterFile, StartFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.fleet import WorkerKind
@@ -49,6 +49,20 @@ def graph_workers(config: Config, settings: WorkerSettings, base: BaseModel) -> 
         shared_memory=size if settings.use_mmap else 0,
         own_memory=own if settings.use_mmap else own + size,
     )
+
+
+def shares_pages(engine: EngineConfig) -> bool:
+    """Whether processes share the base model's weights, so that a second one takes little beside them."""
+    return engine.mmap and not engine.gpu_layers and not engine.repack
+
+
+def two_fit(config: Config, settings: WorkerSettings, base: BaseModel) -> bool:
+    """Whether a second worker has room beside one that is drained: by ``pool.memory_budget``, where there is one."""
+    if not shares_pages(config.engine):
+        return False
+    kind = graph_workers(config, settings, base)
+    need = kind.shared_memory + 2 * (kind.own_memory + config.adapter_memory)
+    return not config.pool.memory_budget or need <= config.pool.memory_budget
 
 
 def kv_bytes(base: BaseModel, settings: WorkerSettings) -> int:

@@ -56,11 +56,12 @@ class ServedAdapters:
         return Surveyed(_summary(name, found), ())
 
     def read(self, name: str, path: Path) -> AdapterSummary:
+        """Raises InvalidAdapterFile, as :meth:`check_upload`."""
+        raise _takes_no_files(name)
+
+    def check_upload(self, name: str) -> None:
         """Raises InvalidAdapterFile: a server at a URL cannot be given a file."""
-        raise InvalidAdapterFile(
-            f"adapter {name!r}: a llama-server at a URL cannot be given files; start it with --lora FILE, or let"
-            " loraproxy start it: --backend-bin"
-        )
+        raise _takes_no_files(name)
 
     def match(self, path: Path) -> ServedAdapter | None:
         """What the servers loaded from ``path``."""
@@ -132,6 +133,13 @@ async def _names(client: LlamaServerClient) -> tuple[str, ...]:
     except ApiError as error:
         log.warning("%s", error.message)
         return ()
+
+
+def _takes_no_files(name: str) -> InvalidAdapterFile:
+    return InvalidAdapterFile(
+        f"adapter {name!r}: a llama-server at a URL cannot be given files; start it with --lora FILE, or let"
+        " loraproxy start it: --backend-bin"
+    )
 
 
 def _summary(name: str, adapter: ServedAdapter) -> AdapterSummary:

@@ -28,7 +28,8 @@ from loraproxy.config import Config, HttpConfig, WorkerSettings
 from loraproxy.errors import ApiError, StartFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.base import Pool
-from loraproxy.pool.pool import AdapterLimits, WorkerPool
+from loraproxy.pool.keeper import WorkerLimits
+from loraproxy.pool.pool import WorkerPool
 from loraproxy.pool.worker import State
 from loraproxy.proxy import fronting, ollama_fronting
 from loraproxy.proxy.adapters_api import AdminState
@@ -36,7 +37,7 @@ from loraproxy.proxy.app import make_app
 from loraproxy.proxy.catalog import AdapterChecks, Catalog, Checks
 from loraproxy.proxy.connections import raise_open_files_limit, server_log
 from loraproxy.proxy.context import Proxy
-from loraproxy.proxy.keyed_workers import graph_workers, keyed_pool
+from loraproxy.proxy.keyed_workers import graph_workers, keyed_pool, shares_pages, two_fit
 from loraproxy.proxy.loading import allowed_roots, register_configured, register_folder, register_uploads
 from loraproxy.proxy.middleware import api_keys
 from loraproxy.proxy.passthrough import Passthrough
@@ -93,8 +94,9 @@ def _prepare(config: Config) -> _Server:
     listing = register_folder(config, registry, checks)
     register_uploads(uploads, registry, checks)
     if config.backend.bin is not None:
+        servers = fronting.spawned(config, model, registry)
         return _assemble(
-            config, registry, checks, uploads, listing, _shared(config, fronting.spawned(config, model, registry))
+            config, registry, checks, uploads, listing, _shared(config, servers, two_fit=shares_pages(config.engine))
         )
     settings = _worker_settings(config, model)
     if config.engine.lora_mode == "graph":
@@ -104,14 +106,16 @@ def _prepare(config: Config) -> _Server:
             return keyed_pool(config, kind, registry, metrics)
 
         return _assemble(config, registry, checks, uploads, listing, make_pool)
-    return _assemble(config, registry, checks, uploads, listing, _shared(config, lambda: EmbeddedWorker(settings)))
+    room = two_fit(config, settings, checks.base)
+    shared = _shared(config, lambda: EmbeddedWorker(settings), two_fit=room)
+    return _assemble(config, registry, checks, uploads, listing, shared)
 
 
 def _prepare_for_urls(config: Config) -> _Server:
     """Likewise where llama-servers run already: they say which adapters there are. Raises StartFailed."""
     registry = AdapterRegistry()
     served, make_backend = fronting.at_urls(config, registry)
-    # servers that run already cannot be given files, so every upload is refused when it was read
+    # servers that run already cannot be given files: every upload is refused before anything is written there
     uploads = UploadFolder(config.upload_dir or Path(tempfile.gettempdir(), f"loraproxy-uploads-{os.getpid()}"))
     server = _assemble(config, registry, served, uploads, Listing(), _shared(config, make_backend))
     return replace(server, served=served)
@@ -150,8 +154,8 @@ def _assemble(
     return _Server(Proxy(catalog, pool, metrics, checks.base_names, config.strict_models), admin, watcher)
 
 
-def _shared(config: Config, make_backend: Callable[[], Backend]) -> Callable[[Metrics], Pool]:
-    """A pool whose worker runs any adapter sets at once."""
+def _shared(config: Config, make_backend: Callable[[], Backend], *, two_fit: bool = True) -> Callable[[Metrics], Pool]:
+    """A pool whose worker runs any adapter sets at once. ``two_fit``: there is memory for two of them."""
 
     def make_pool(metrics: Metrics) -> Pool:
         return WorkerPool(
@@ -159,7 +163,7 @@ def _shared(config: Config, make_backend: Callable[[], Backend]) -> Callable[[Me
             metrics,
             slots=config.engine.parallel,
             max_queue=config.http.max_queue,
-            adapters=AdapterLimits(config.adapter_memory, config.ignore_unsupported),
+            limits=WorkerLimits(config.adapter_memory, config.ignore_unsupported, two_fit),
         )
 
     return make_pool

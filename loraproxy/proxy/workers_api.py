@@ -18,9 +18,10 @@ async def list_workers(request: web.Request) -> web.Response:
 
 
 async def drain_worker(request: web.Request) -> web.Response:
-    """``POST /workers/{id}/drain``: the worker takes no new requests, finishes those it has, and ends.
+    """``POST /workers/{id}/drain``: the worker finishes the requests it has and ends. No request is refused for it.
 
-    Answers at once, 202 with the worker as it is then; another takes its place when it is wanted.
+    Answers at once, 202 with the worker as it is then. One that runs one set at a time takes no new requests from now
+    on, and another takes its place when it is wanted; one that runs any sets takes them until another is ready.
     """
     text = request.match_info["id"]
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from .refusals import Refusal
 
-HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"
+HOST, NAMESPACE, TAG = "models.example", "library", "latest"
+"""What names mean where they do not say it. The host is not the real server's, which no client of ours ever names."""
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,349}")
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})")

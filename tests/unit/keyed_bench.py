@@ -17,10 +17,10 @@ from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.backends.base import WorkerExit
 from loraproxy.errors import ApiError, StartFailed
 from loraproxy.metrics import Metrics
+from loraproxy.pool.backoff import Backoff
 from loraproxy.pool.fleet import WorkerKind
 from loraproxy.pool.keyed import KeyedPool
 from loraproxy.pool.placement import Limits, Quantum
-from loraproxy.pool.pool import Backoff
 from loraproxy.pool.troubles import Patience
 
 SHARED, OWN, ADAPTER = 1000, 100, 10

@@ -27,7 +27,9 @@ from loraproxy.backends.base import WorkerExit
 from loraproxy.config import HttpConfig
 from loraproxy.errors import AdapterChanged, ApiError, InvalidAdapterFile, StartFailed
 from loraproxy.metrics import Metrics
-from loraproxy.pool.pool import AdapterLimits, Backoff, WorkerPool
+from loraproxy.pool.backoff import Backoff
+from loraproxy.pool.keeper import WorkerLimits
+from loraproxy.pool.pool import WorkerPool
 from loraproxy.pool.worker import State
 from loraproxy.proxy.adapters_api import AdminState
 from loraproxy.proxy.app import make_app
@@ -89,6 +91,9 @@ class PathChecks:
             return Surveyed(f"adapter {name!r} ({path}): {content}", seen)
         return Surveyed(summary(name, path, content), seen)
 
+    def check_upload(self, name: str) -> None:
+        pass
+
     def read(self, name: str, path: Path) -> AdapterSummary:
         found = self.survey_or_reason(name, path)
         if isinstance(found.content, str):
@@ -146,7 +151,7 @@ class StandIn:
 
     async def stop(self, grace: float) -> None:
         self.grace = grace
-        if not self.fails_to_start:
+        if self.started.is_set():
             self._abort()
             await self._runner.cleanup()
             await self.session.close()
@@ -221,6 +226,9 @@ class StandIn:
 class Bench:
     """A proxy on a real port, in front of stand-ins."""
 
+    two_fit = True
+    """There is memory for a second worker while one is drained."""
+
     def __init__(
         self, folder: Path, http: HttpConfig, keys: tuple[str, ...], slots: int, strict: bool, memory: int
     ) -> None:
@@ -253,7 +261,7 @@ class Bench:
             metrics,
             slots=slots,
             max_queue=max_queue,
-            adapters=AdapterLimits(memory),
+            limits=WorkerLimits(memory, two_fit=self.two_fit),
             backoff=Backoff(first=0.02, longest=0.1),
         )
 

@@ -137,6 +137,7 @@ async def test_the_pool_tells_the_states_of_its_workers(tmp_path):
 async def test_servers_behind_one_worker_are_counted_each(tmp_path):
     async with running(tmp_path) as bench:
         bench.worker.states = lambda: {"ready": 2, "failed": 1}
+        bench.worker.problem = lambda: "one is down"
         assert bench.pool.states() == {"ready": 2, "failed": 1}
 
 

@@ -7,7 +7,7 @@ import pytest
 from standin import running, soon
 
 from loraproxy.errors import StartFailed
-from loraproxy.pool.pool import Backoff
+from loraproxy.pool.backoff import Backoff
 
 
 async def status_of(bench, path="/health"):
@@ -40,36 +40,59 @@ async def test_a_stream_whose_worker_dies_ends_with_an_error_event(tmp_path):
         assert json.loads(rest.removeprefix(b"data: "))["error"]["code"] == 502
 
 
-async def test_a_dead_worker_is_replaced_and_meanwhile_requests_get_503_with_retry_after(tmp_path):
+async def test_after_a_dead_worker_requests_wait_for_the_next_one(tmp_path):
     async with running(tmp_path) as bench:
         bench.may_start.clear()
         bench.worker.die()
         await soon(bench.worker.stopped.wait())
-        assert await status_of(bench) == 503
-        async with bench.post("/completion", {}) as answer:
+        async with bench.get("/health") as answer:
             assert answer.status == 503
             assert int(answer.headers["Retry-After"]) >= 1
             assert (await answer.json())["error"]["message"] == (
                 "the worker ended and is being replaced; try again later"
             )
+        waiting = [asyncio.create_task(bench.client.post(bench.url + "/completion", json={})) for _ in range(3)]
+        while bench.pool.in_flight < 3:
+            await status_of(bench)
         async with bench.get("/metrics") as answer:
             assert answer.status == 200
             assert "loraproxy_worker_restarts 0.0" in await answer.text()
         await soon(bench.made.acquire())
         bench.may_start.set()
-        await soon(bench.worker.started.wait())
+        assert [answer.status for answer in await soon(asyncio.gather(*waiting))] == [200] * 3
         assert await status_of(bench) == 200
-        async with bench.post("/completion", {}) as answer:
-            assert answer.status == 200
         async with bench.get("/metrics") as answer:
             assert "loraproxy_worker_restarts 1.0" in await answer.text()
 
 
-async def test_a_replacement_that_fails_to_start_is_tried_again(tmp_path):
+async def test_a_request_that_waits_for_its_adapter_when_the_worker_dies_is_answered_by_the_next(tmp_path):
+    async with running(tmp_path, memory=1000) as bench:
+        first = bench.worker
+        holding = await bench.client.post(bench.url + "/completion", json={"lora": "pirate", "wish": "stream"})
+        waiting = asyncio.create_task(bench.client.post(bench.url + "/completion", json={"lora": "robot"}))
+        while not bench.pool.residency.waiting:
+            await status_of(bench)
+        first.die()
+        answer = await soon(waiting)
+        assert (answer.status, len(bench.worker.received)) == (200, 1)
+        assert b'"code": 502' in await soon(holding.content.read())
+
+
+async def test_a_replacement_that_fails_to_start_is_tried_again_and_requests_are_told_why_it_failed(tmp_path):
     async with running(tmp_path) as bench:
+        bench.may_start.clear()
         bench.broken_starts = 2
         bench.worker.die()
-        for _ in range(3):
+        await soon(bench.made.acquire())
+        waiting = asyncio.create_task(bench.client.post(bench.url + "/completion", json={}))
+        while not bench.pool.in_flight:
+            await status_of(bench)
+        bench.may_start.set()
+        answer = await soon(waiting)
+        assert answer.status == 503
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert "exit code 1: no memory" in (await answer.json())["error"]["message"]
+        for _ in range(2):
             await soon(bench.made.acquire())
         await soon(bench.worker.started.wait())
         assert len(bench.workers) == 4

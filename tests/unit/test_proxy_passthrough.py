@@ -1,6 +1,8 @@
 import asyncio
+import contextlib
 import gzip
 import json
+import socket
 
 import aiohttp
 import pytest
@@ -209,6 +211,46 @@ async def test_all_servers_down_is_503_with_their_addresses_and_so_is_health(tmp
         await server.start()
 
 
+async def test_servers_that_cannot_be_reached_are_not_shown_as_ready(tmp_path):
+    one, two = Scripted(FILES), Scripted(FILES)
+    async with in_front_of(tmp_path, one, two) as front:
+
+        async def shown():
+            async with front.request("GET", "/workers") as answer:
+                [worker] = (await answer.json())["data"]
+                return worker["state"], worker["last_error"] or ""
+
+        async def is_shown(state, *urls):
+            found, error = await shown()
+            return found == state and all(url in error for url in urls)
+
+        assert await shown() == ("ready", "")
+        await one.stop()
+        await until(lambda: is_shown("ready", one.url))
+        await two.stop()
+        await until(lambda: is_shown("failed", one.url, two.url))
+        await one.start()
+        await two.start()
+        await until(lambda: is_shown("ready"))
+
+
+async def test_a_server_that_cannot_be_reached_is_given_up_soon_and_named():
+    """Whether its address refuses connections or leaves them unanswered."""
+    with contextlib.ExitStack() as stack:
+        refusing, mute, *others = (stack.enter_context(socket.socket()) for _ in range(6))
+        for server in (refusing, mute):
+            server.bind(("127.0.0.1", 0))
+        mute.listen(0)
+        for client in others:  # they fill the backlog, so that no further connection is answered
+            client.setblocking(False)
+            client.connect_ex(mute.getsockname())
+        urls = [f"http://127.0.0.1:{server.getsockname()[1]}" for server in (refusing, mute)]
+        with pytest.raises(StartFailed) as caught:
+            await soon(look(urls, ""))
+        for url in urls:
+            assert f"the llama-server at {url} cannot be reached: " in str(caught.value)
+
+
 async def test_a_server_that_comes_back_with_other_adapters_is_asked_for_those(tmp_path):
     server = Scripted(["/l/pirate.gguf", "/l/robot.gguf"])
     async with in_front_of(tmp_path, server) as front:
@@ -258,6 +300,11 @@ async def test_an_upload_or_a_path_that_the_server_has_not_is_refused_with_what_
         async with front.request("PUT", "/adapters/new", body) as answer:
             assert answer.status == 400
             assert "start it with --lora" in (await answer.json())["error"]["message"]
+        body, more = b"GGUF" * 100_000, {"headers": {"Content-Type": "application/octet-stream"}}
+        async with front.request("PUT", "/adapters/new", body, **more) as answer:
+            assert answer.status == 400
+            assert "--backend-bin" in (await answer.json())["error"]["message"]
+        assert not (tmp_path / "uploads").exists()
 
 
 async def test_after_a_restart_nothing_is_asked_with_the_ids_of_before(tmp_path):

@@ -13,10 +13,10 @@ from loraproxy.adapters.registry import Bound
 from loraproxy.adapters.sets import BASE
 from loraproxy.config import HttpConfig
 from loraproxy.metrics import Metrics
+from loraproxy.pool.backoff import Backoff
 from loraproxy.pool.fleet import WorkerKind
 from loraproxy.pool.keyed import KeyedPool
 from loraproxy.pool.placement import Limits, Quantum
-from loraproxy.pool.pool import Backoff
 
 
 class KeyedStandIn(StandIn):
@@ -75,28 +75,119 @@ async def test_the_shared_worker_is_the_only_one_and_takes_any_set(tmp_path):
             assert 'loraproxy_workers{state="ready"} 1.0' in await answer.text()
 
 
-async def test_a_shared_worker_that_is_drained_finishes_its_requests_and_a_new_one_takes_its_place(tmp_path):
+async def until(condition):
+    async def look():
+        while not await condition():
+            pass
+
+    await soon(look())
+
+
+async def test_another_worker_takes_the_place_of_a_shared_one_before_it_is_drained_and_no_request_is_refused(tmp_path):
     async with running(tmp_path) as bench, bench.post("/completion", {"wish": "stream"}) as stream:
         first = bench.worker
-        async with bench.post("/workers/0/drain", {}) as answer:
-            assert answer.status == 202
-            shown = await answer.json()
-            assert (shown["state"], shown["leases"]) == ("draining", 1)
-        async with bench.post("/completion", {}) as refused:
-            assert refused.status == 503
-            assert int(refused.headers["Retry-After"]) >= 1
-            assert "drained" in (await refused.json())["error"]["message"]
+        bench.may_start.clear()
+        for _ in range(2):
+            async with bench.post("/workers/0/drain", {}) as answer:
+                assert answer.status == 202
+        await soon(bench.made.acquire())
+        assert [(worker["id"], worker["state"]) for worker in await workers(bench)] == [(0, "ready"), (1, "starting")]
+        async with bench.post("/completion", {}) as answer:
+            assert answer.status == 200
+        assert len(first.received) == 2
+        bench.may_start.set()
+        await soon(bench.worker.started.wait())
+        async with bench.post("/completion", {}) as answer:
+            assert answer.status == 200
+        assert (len(first.received), len(bench.worker.received)) == (2, 1)
+        assert [(w["id"], w["state"], w["leases"]) for w in await workers(bench)] == [
+            (0, "draining", 1),
+            (1, "ready", 0),
+        ]
         for _ in range(3):
             first.go_on.release()
         assert (await soon(stream.content.read())).count(b"data: {") == 3
-        await soon(bench.made.acquire())
-        await soon(bench.worker.started.wait())
-        assert first.stopped.is_set()
+        await soon(first.stopped.wait())
         assert first.grace == 10
+        [worker] = await workers(bench)
+        assert (worker["id"], worker["restarts"], worker["last_error"]) == (1, 1, None)
+        assert len(bench.workers) == 2
+
+
+async def test_where_no_other_can_be_started_a_shared_worker_that_is_to_be_drained_stays(tmp_path):
+    async with running(tmp_path) as bench:
+        bench.broken_starts = 1
+        async with bench.post("/workers/0/drain", {}) as answer:
+            assert answer.status == 202
+        await soon(bench.made.acquire())
+        await soon(bench.worker.stopped.wait())
         async with bench.post("/completion", {}) as answer:
             assert answer.status == 200
         [worker] = await workers(bench)
-        assert (worker["id"], worker["restarts"], worker["last_error"]) == (1, 1, None)
+        assert (worker["id"], worker["state"], worker["restarts"]) == (0, "ready", 0)
+        assert "no memory" in worker["last_error"]
+
+
+async def test_a_shared_worker_that_dies_while_another_starts_in_its_place_is_replaced(tmp_path):
+    async with running(tmp_path) as bench:
+        bench.may_start.clear()
+        async with bench.post("/workers/0/drain", {}) as answer:
+            assert answer.status == 202
+        await soon(bench.made.acquire())
+        bench.workers[0].die()
+        await soon(bench.workers[0].stopped.wait())
+        bench.may_start.set()
+        async with bench.post("/completion", {}) as answer:
+            assert answer.status == 200
+        [worker] = await workers(bench)
+        assert worker["id"] == 2
+
+
+class CrampedBench(Bench):
+    """There is no memory for two workers."""
+
+    two_fit = False
+
+
+async def test_without_memory_for_two_a_shared_worker_is_drained_first_and_requests_wait_for_the_next(tmp_path):
+    async with (
+        running(tmp_path, make=CrampedBench) as bench,
+        bench.post("/completion", {"wish": "stream"}) as stream,
+    ):
+        first = bench.worker
+        async with bench.post("/workers/0/drain", {}) as answer:
+            shown = await answer.json()
+            assert (answer.status, shown["state"], shown["leases"]) == (202, "draining", 1)
+        waiting = [asyncio.create_task(bench.client.post(bench.url + "/completion", json={})) for _ in range(3)]
+
+        async def all_wait() -> bool:
+            return (await workers(bench))[0]["waiting"] == 3
+
+        await until(all_wait)
+        assert len(bench.workers) == 1
+        for _ in range(3):
+            first.go_on.release()
+        assert (await soon(stream.content.read())).count(b"data: {") == 3
+        assert [answer.status for answer in await soon(asyncio.gather(*waiting))] == [200] * 3
+        assert first.stopped.is_set()
+        assert (len(bench.workers), len(first.received), len(bench.worker.received)) == (2, 1, 3)
+
+
+async def test_requests_that_wait_for_a_worker_are_bounded_and_end_with_the_server(tmp_path):
+    http = HttpConfig(max_queue=1)
+    async with (
+        running(tmp_path, http, slots=1, make=CrampedBench) as bench,
+        bench.post("/completion", {"wish": "stream"}),
+    ):
+        async with bench.post("/workers/0/drain", {}) as answer:
+            assert answer.status == 202
+        waiting = [asyncio.create_task(bench.client.post(bench.url + "/completion", json={})) for _ in range(3)]
+        done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result().status for task in done] == [503]
+        drain = asyncio.create_task(bench.pool.drain(10))
+        for answer in await soon(asyncio.gather(*rest)):
+            assert (answer.status, (await answer.json())["error"]["message"]) == (503, "the server is shutting down")
+        drain.cancel()
 
 
 async def test_a_worker_that_does_not_exist_cannot_be_drained(tmp_path):

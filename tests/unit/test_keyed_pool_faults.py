@@ -20,7 +20,7 @@ from loraproxy.errors import (
     WorkerFailed,
     WorkerUnreached,
 )
-from loraproxy.pool.pool import Backoff
+from loraproxy.pool.backoff import Backoff
 from loraproxy.pool.troubles import Patience
 
 BACKOFF = Backoff(first=1.0, longest=8.0, healthy_after=60.0)

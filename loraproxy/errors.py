@@ -47,6 +47,13 @@ class AdapterChanged(ApiError):
     type = "adapter_changed_error"
 
 
+class RequestTimeout(ApiError):
+    """The rest of a request's body does not come."""
+
+    status = 408
+    type = "invalid_request_error"
+
+
 class Conflict(ApiError):
     """What was asked for contradicts what there is; the message says what to do instead."""
 

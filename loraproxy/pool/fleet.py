@@ -16,6 +16,7 @@ from loraproxy.logs import REQUEST_ID
 from loraproxy.metrics import Metrics
 from loraproxy.pool.clock import Clock, sleep
 from loraproxy.pool.keyed_worker import KeyedWorker, named
+from loraproxy.pool.tasks import cancelled
 from loraproxy.pool.troubles import Seen, fingerprints
 from loraproxy.pool.worker import State, log_transition
 
@@ -147,7 +148,7 @@ class Fleet:
             try:
                 await self._serve(worker, ended)
             finally:
-                await _cancelled(ended)
+                await cancelled(ended)
         except (StartFailed, ApiError, _Ended) as error:
             self._failed(worker, str(error))
         except Exception as error:
@@ -233,14 +234,7 @@ async def _unless_ended(ended: asyncio.Task[Any], work: Coroutine[Any, Any, Any]
     try:
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await _cancelled(task)
+        await cancelled(task)
     if ended.done():  # whatever became of the task, this is why
         raise _Ended(ended.result().report())
     task.result()
-
-
-async def _cancelled(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # nobody else will look at it

@@ -15,6 +15,7 @@ from loraproxy.metrics import Metrics
 from loraproxy.pool.backoff import Backoff
 from loraproxy.pool.loading import WorkerLoader
 from loraproxy.pool.residency import Residency
+from loraproxy.pool.tasks import cancelled
 from loraproxy.pool.worker import State, Worker
 
 log = logging.getLogger(__name__)
@@ -182,9 +183,8 @@ class Keeper:
         try:
             await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (starting, ended):
-                task.cancel()
-                await asyncio.wait({task})
+            await cancelled(starting)
+            await cancelled(ended)
         if starting.cancelled():
             await self._give_up(new, "the other ended first")
             return ended.result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -14,8 +14,9 @@ from loraproxy.adapters.names import shorten
 from loraproxy.adapters.registry import RegisteredAdapter, Source
 from loraproxy.adapters.roots import AllowedRoots
 from loraproxy.errors import InvalidRequest, NotFound, ServerError
-from loraproxy.proxy.body import kind, parse_object, read_body
+from loraproxy.proxy.body import kind, parse_object, read_body, unless_stalled
 from loraproxy.proxy.catalog import Catalog, Wish
+from loraproxy.proxy.changes import Changes
 from loraproxy.proxy.receiving import Receiver
 
 _MAX_DESCRIPTION = 4096
@@ -33,6 +34,8 @@ class AdminState:
     max_adapter_size: int
     problems: Mapping[str, str]
     """Entries of the watched folder that are no adapters to register: path and reason."""
+    changes: Changes = field(default_factory=Changes)
+    """Those that are under way."""
 
 
 ADMIN = web.AppKey("admin", AdminState)
@@ -66,6 +69,10 @@ async def show_adapter(request: web.Request) -> web.Response:
 async def put_adapter(request: web.Request) -> web.Response:
     """``PUT /adapters/{name}``: register or replace, by a path or by what the body holds. 201 or 200."""
     state = request.app[ADMIN]
+    return await state.changes.run(_put(request, state))
+
+
+async def _put(request: web.Request, state: AdminState) -> web.Response:
     name = state.catalog.checks.name(request.match_info["name"])
     created = name not in state.catalog.registry
     if _is_upload(request):
@@ -187,10 +194,10 @@ async def _receive(request: web.Request, state: AdminState, name: str) -> Regist
         receiver = Receiver(incoming, state.max_adapter_size)
         fields: dict[str, str] = dict(request.query)
         if request.content_type == "multipart/form-data":
-            file, in_form = await receiver.form(request)
+            file, in_form = await unless_stalled(request, receiver.form(request))
             fields |= in_form
         else:
-            file = await receiver.body(request)
+            file = await unless_stalled(request, receiver.body(request))
         _fields(fields, {"scale", "description"})
         wish = Wish(_scale_from_text(fields.get("scale")), _description(fields.get("description")))
         return await state.catalog.keep_upload(name, incoming, file, wish)

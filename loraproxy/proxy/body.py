@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any, NoReturn
+from collections.abc import Coroutine
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 
-from loraproxy.errors import InvalidRequest, PayloadTooLarge
+from loraproxy.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
+from loraproxy.pool.tasks import cancelled
+
+STALLED_SECONDS = 60.0
+"""Without one more byte of a body after which the rest is no longer waited for."""
+T = TypeVar("T")
+
+
+async def unless_stalled(request: web.Request, reading: Coroutine[Any, Any, T]) -> T:
+    """What ``reading``, which reads the body, returns; however long that takes, while some of the body comes.
+
+    Raises RequestTimeout where nothing of it came for a while.
+    """
+    content = request.content
+    if content.is_eof():
+        return await reading  # all of it is here
+    task = asyncio.create_task(reading)
+    try:
+        while not task.done():
+            received = content.total_bytes
+            await asyncio.wait({task}, timeout=STALLED_SECONDS)
+            if not task.done() and not content.is_eof() and content.total_bytes == received:
+                raise RequestTimeout(
+                    f"nothing of the request body came for {STALLED_SECONDS:g} s; {received} bytes had come before"
+                )
+        return task.result()
+    finally:
+        await cancelled(task)
 
 
 async def read_body(request: web.Request) -> bytes:
     """The whole body. Raises PayloadTooLarge for more than the application's ``client_max_size``, InvalidRequest for
-    a body that is broken as a message.
+    a body that is broken as a message, RequestTimeout for one that does not come.
     """
     limit = request.client_max_size
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
     try:
-        return await request.read()
+        return await unless_stalled(request, request.read())
     except web.HTTPRequestEntityTooLarge as error:
         raise _too_large(limit) from error
     except web.RequestPayloadError as error:

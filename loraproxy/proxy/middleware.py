@@ -20,7 +20,15 @@ from aiohttp.typedefs import Handler, Middleware
 
 from loraproxy import __version__
 from loraproxy.config import CorsConfig, HttpConfig
-from loraproxy.errors import ApiError, NotFound, ServerError, StartFailed, Unauthorized, Unavailable
+from loraproxy.errors import (
+    ApiError,
+    NotFound,
+    RequestTimeout,
+    ServerError,
+    StartFailed,
+    Unauthorized,
+    Unavailable,
+)
 from loraproxy.logs import ACCESS, ID_HEADER, REQUEST_ID, SANE_ID
 from loraproxy.pool.base import Pool
 from loraproxy.proxy import ollama_relay
@@ -93,7 +101,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return await handler(request)
     except ApiError as error:
         answer = error_response(request, error)
-        if request.content.exception() is not None:
+        if request.content.exception() is not None or isinstance(error, RequestTimeout):
             answer.force_close()  # aiohttp closes after a broken body: the client must not send its next request there
         return answer
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed):

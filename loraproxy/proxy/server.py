@@ -217,13 +217,15 @@ async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announc
             announce(url)
             await _unless(stop, _follow(server))
         await site.stop()
-        if proxy.pool.in_flight:
-            wait = f"up to {config.http.drain_timeout:g} s to end; a second Ctrl-C or SIGTERM ends them at once"
-            log.info("shutting down: requests in flight (%d) have %s", proxy.pool.in_flight, wait)
+        changes, timeout = server.admin.changes, config.http.drain_timeout
+        if in_flight := proxy.pool.in_flight + changes.under_way:
+            wait = f"up to {timeout:g} s to end; a second Ctrl-C or SIGTERM ends them at once"
+            log.info("shutting down: requests in flight (%d) have %s", in_flight, wait)
         else:
             log.info("shutting down")
-        await _unless(hurry, proxy.pool.drain(config.http.drain_timeout))
+        await _unless(hurry, _all(proxy.pool.drain(timeout), changes.drain(timeout)))
     finally:
+        await server.admin.changes.close()
         await _unless(hurry, proxy.pool.close(_WORKER_GRACE))
         await proxy.pool.close(0)
         await proxy.catalog.close()
@@ -231,6 +233,10 @@ async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announc
         if config.http.host.endswith(".sock"):
             with suppress(OSError):
                 os.unlink(config.http.host)
+
+
+async def _all(*work: Coroutine[Any, Any, Any]) -> None:
+    await asyncio.gather(*work)
 
 
 async def _follow(server: _Server) -> None:

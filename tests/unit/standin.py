@@ -251,8 +251,8 @@ class Bench:
         checks: Any = PathChecks()
         self.catalog = Catalog(self.registry, self.pool, checks, UploadFolder(folder / "uploads"))
         proxy = Proxy(self.catalog, self.pool, metrics, frozenset({"base"}), strict)
-        admin = AdminState(self.catalog, AllowedRoots([folder / "root"]), 10_000, {})
-        app = make_app(proxy, http, keys, admin)
+        self.admin = AdminState(self.catalog, AllowedRoots([folder / "root"]), 10_000, {})
+        app = make_app(proxy, http, keys, self.admin)
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, logger=server_log())
 
     def _make_pool(self, metrics: Metrics, slots: int, max_queue: int, memory: int) -> Any:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 
 import aiohttp
 import pytest
@@ -12,6 +13,7 @@ from standin import running, soon
 from loraproxy.adapters.registry import Source
 from loraproxy.adapters.uploads import About, UploadFolder
 
+OCTETS = {"Content-Type": "application/octet-stream"}
 PEFT = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -38,8 +40,7 @@ async def put(bench, name, body, status=201, **more):
 
 
 async def upload(bench, name, content, status=201, query=""):
-    headers = {"Content-Type": "application/octet-stream"}
-    found, answer = await ask(bench, "PUT", f"/adapters/{name}{query}", content, headers=headers)
+    found, answer = await ask(bench, "PUT", f"/adapters/{name}{query}", content, headers=OCTETS)
     assert found == status, answer
     return answer if status < 300 else answer["error"]["message"]
 
@@ -277,6 +278,79 @@ async def test_a_client_that_goes_away_in_the_middle_of_an_upload_leaves_nothing
     with pytest.raises((aiohttp.ClientError, ConnectionResetError)):
         await upload(bench, "up", half())
     await until(lambda: uploaded(tmp_path) == [])
+
+
+class Slow:
+    """An upload whose second half comes when it is told to."""
+
+    def __init__(self, bench, tmp_path, name):
+        self.go_on = asyncio.Event()
+        self._has_begun = lambda: any(entry.startswith(".incoming") for entry in uploaded(tmp_path))
+        self._task = asyncio.create_task(ask(bench, "PUT", f"/adapters/{name}", self._halves(), headers=OCTETS))
+
+    async def _halves(self):
+        yield b"first half, "
+        await self.go_on.wait()
+        yield b"second half"
+
+    async def begun(self):
+        await until(self._has_begun)
+
+    async def answer(self):
+        return await soon(self._task)
+
+
+async def test_when_the_server_ends_uploads_under_way_finish_and_no_more_are_taken(bench, tmp_path):
+    slow = Slow(bench, tmp_path, "slow")
+    await slow.begun()
+    drain = asyncio.create_task(bench.admin.changes.drain(10))
+    await asyncio.sleep(0)
+    message = await upload(bench, "late", b"x", status=503)
+    assert message == "the server is shutting down; nothing was changed"
+    slow.go_on.set()
+    status, answer = await slow.answer()
+    assert (status, answer["digest"]) == (201, "first half, second half")
+    assert await soon(drain) is True
+
+
+async def test_an_upload_that_takes_longer_than_the_server_can_wait_is_told_so_and_leaves_nothing(bench, tmp_path):
+    slow = Slow(bench, tmp_path, "slow")
+    await slow.begun()
+    assert await soon(bench.admin.changes.drain(0)) is False
+    await soon(bench.admin.changes.close())
+    assert uploaded(tmp_path) == []
+    status, answer = await slow.answer()
+    assert (status, answer["error"]["type"]) == (503, "unavailable_error")
+    assert answer["error"]["message"] == "the server is shutting down; this took too long and was given up"
+    assert "slow" not in bench.registry
+
+
+@pytest.mark.parametrize(
+    ("request_line", "kind"),
+    [
+        ("PUT /adapters/up", "application/octet-stream"),
+        ("PUT /adapters/up", "multipart/form-data; boundary=x"),
+        ("PUT /adapters/up", "application/json"),
+        ("POST /completion", "application/json"),
+    ],
+)
+async def test_a_body_that_stops_coming_is_408_and_leaves_nothing(bench, tmp_path, monkeypatch, request_line, kind):
+    monkeypatch.setattr("loraproxy.proxy.body.STALLED_SECONDS", 0.05)
+    reader, writer = await asyncio.open_connection(*bench.runner.addresses[0])
+    head = f"{request_line} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 9000\r\n\r\n"
+    writer.write(head.encode() + b'--x\r\nContent-Disposition: form-data; name="f"; filename="a.gguf"\r\n\r\nGGUF')
+    try:
+        answer = await soon(reader.readuntil(b"\r\n\r\n"))
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"Connection: close" in answer
+        length = re.search(rb"Content-Length: (\d+)", answer)
+        error = json.loads(await soon(reader.readexactly(int(length[1]))))["error"]
+        assert (error["code"], error["type"]) == (408, "invalid_request_error")
+        assert "nothing of the request body came for 0.05 s; " in error["message"]
+        assert uploaded(tmp_path) == []
+    finally:
+        writer.close()
+        await writer.wait_closed()
 
 
 def test_what_a_server_left_unfinished_or_replaced_is_cleared_up_at_the_next_start(tmp_path):

@@ -35,7 +35,7 @@ from loraproxy.proxy import fronting, ollama_fronting
 from loraproxy.proxy.adapters_api import AdminState
 from loraproxy.proxy.app import make_app
 from loraproxy.proxy.catalog import AdapterChecks, Catalog, Checks
-from loraproxy.proxy.connections import raise_open_files_limit, server_log
+from loraproxy.proxy.connections import Runner, raise_open_files_limit, server_log
 from loraproxy.proxy.context import Proxy
 from loraproxy.proxy.keyed_workers import graph_workers, keyed_pool, shares_pages, two_fit
 from loraproxy.proxy.loading import allowed_roots, register_configured, register_folder, register_uploads
@@ -208,7 +208,7 @@ async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announc
     instead = ollama_fronting.HANDLERS if config.backend.kind == "ollama" else None
     app = make_app(proxy, config.http, keys, server.admin, passthrough, instead)
     # handler_cancellation: a client that goes away cancels its handler, which closes the worker's connection.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1, logger=server_log())
+    runner = Runner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1, logger=server_log())
     await runner.setup()
     try:
         site, url = await _listen(runner, config.http)

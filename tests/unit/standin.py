@@ -34,7 +34,7 @@ from loraproxy.pool.worker import State
 from loraproxy.proxy.adapters_api import AdminState
 from loraproxy.proxy.app import make_app
 from loraproxy.proxy.catalog import Catalog, Surveyed
-from loraproxy.proxy.connections import server_log
+from loraproxy.proxy.connections import Runner, server_log
 from loraproxy.proxy.context import Proxy
 
 PATIENCE = 10
@@ -253,7 +253,7 @@ class Bench:
         proxy = Proxy(self.catalog, self.pool, metrics, frozenset({"base"}), strict)
         self.admin = AdminState(self.catalog, AllowedRoots([folder / "root"]), 10_000, {})
         app = make_app(proxy, http, keys, self.admin)
-        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, logger=server_log())
+        self.runner = Runner(app, handler_cancellation=True, shutdown_timeout=0, logger=server_log())
 
     def _make_pool(self, metrics: Metrics, slots: int, max_queue: int, memory: int) -> Any:
         return WorkerPool(

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import json
 import logging
 
 import pytest
@@ -203,9 +204,16 @@ async def test_broken_http_is_400_and_leaves_no_error_in_the_log(tmp_path, messa
         host, port = bench.runner.addresses[0]
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(message)
-        assert (await soon(reader.readline())).split()[1] == b"400"
+        answer = await soon(reader.read())
         writer.close()
         await writer.wait_closed()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.split()[1] == b"400"
+        assert b"Content-Type: application/json" in head
+        error = json.loads(body)["error"]
+        assert (error["code"], error["type"]) == (400, "invalid_request_error")
+        assert 20 < len(error["message"]) < 400
+        assert "\n" not in error["message"]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

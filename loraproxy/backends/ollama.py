@@ -19,7 +19,7 @@ from loraproxy.adapters.gguf_write import AdapterDtype
 from loraproxy.adapters.unsupported import Unsupported
 from loraproxy.backends.base import WorkerExit
 from loraproxy.backends.embedded import Liveness
-from loraproxy.backends.ollama_api import DEFAULT_URL, NO_ADAPTERS, OllamaClient, full_name
+from loraproxy.backends.ollama_api import DEFAULT_URL, NO_ADAPTERS, OllamaClient, full_name, new_session
 from loraproxy.backends.ollama_base import base_model
 from loraproxy.backends.ollama_bridge import Bridge
 from loraproxy.backends.ollama_models import PREFIX, DerivedModels
@@ -67,9 +67,7 @@ class OllamaBackend:
     async def start(self) -> None:
         """Check the server and its model and open the bridge. Raises StartFailed."""
         settings = self._settings
-        upstream = await self._open.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar())
-        )
+        upstream = await self._open.enter_async_context(new_session())
         self._client = client = OllamaClient(upstream, settings.url)
         base = await _look(client, settings)
         takes_adapters = await _takes_adapters(client)
@@ -117,7 +115,7 @@ class OllamaBackend:
 
 async def look(settings: OllamaSettings) -> BaseModel:
     """What the server says of its model, as adapters see it. Raises StartFailed."""
-    async with aiohttp.ClientSession() as session:
+    async with new_session() as session:
         return await _look(OllamaClient(session, settings.url), settings)
 
 

@@ -66,6 +66,17 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 _NO_NAME = ""
 
 
+def new_session() -> aiohttp.ClientSession:
+    """Connections to an Ollama server that serve one request each.
+
+    A server, or what stands before it, closes connections that were idle for a while; a request that is under way then
+    cannot be told from one that it has seen, and must not be sent twice.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True), cookie_jar=aiohttp.DummyCookieJar()
+    )
+
+
 def full_name(name: str) -> str:
     """``name`` with its tag, in lower case: what lists show and how names are compared (assumption 2)."""
     tail = name.rpartition("/")[2]

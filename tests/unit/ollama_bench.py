@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 
 from gguf_tools import make_gguf_adapter, make_tiny_llama
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.read import read_adapter
-from loraproxy.backends.ollama_api import OllamaClient
+from loraproxy.backends.ollama_api import OllamaClient, new_session
 from loraproxy.backends.ollama_models import Member
 from ollama_process import OllamaServer, running_ollama
 
@@ -55,5 +54,5 @@ def tiny_ollama(folder: Path, base: BaseModel, *arguments: str) -> Iterator[Olla
 @asynccontextmanager
 async def client_of(url: str) -> AsyncIterator[OllamaClient]:
     """A client with a session of its own."""
-    async with aiohttp.ClientSession() as session:
+    async with new_session() as session:
         yield OllamaClient(session, url)

@@ -48,6 +48,8 @@ class Scripted:
         self.go_on = asyncio.Semaphore(0)
         self.arrived = asyncio.Semaphore(0)
         self.loading = False
+        self.drops_idle = False
+        """It closes connections that were used once, when they are used again."""
         self.port = 0
 
     @property
@@ -74,6 +76,8 @@ class Scripted:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
+        if self.drops_idle and request.path != "/health" and request.transport in self.connections:
+            request.transport.abort()
         self.connections.add(request.transport)
         data = await request.read()
         if request.path == "/health":

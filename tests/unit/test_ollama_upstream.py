@@ -1,8 +1,10 @@
 """llama-server's and OpenAI's API over Ollama's: requests one way, answers and streams the other."""
 
+import asyncio
 import json
 
 import pytest
+from ollama_bench import client_of
 
 from loraproxy.backends.ollama_answers import ChatAnswer, CompletionAnswer, NativeAnswer, collected
 from loraproxy.backends.ollama_requests import chat_request, completion_request, options
@@ -41,6 +43,25 @@ def test_a_completion_is_a_raw_generation_with_llama_servers_defaults():
         "raw": True,
         "options": DEFAULTS,
     }
+
+
+async def test_no_request_meets_a_connection_that_the_server_has_just_closed():
+    serving = []
+
+    async def serve_once(reader, writer):
+        serving.append(asyncio.current_task())
+        await reader.readuntil(b"}")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1)  # the beginning of a second request, or the end
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(serve_once, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with server, client_of(f"http://{host}:{port}") as client:
+        for _ in range(3):
+            assert await client.show("m") == {}
+    await asyncio.gather(*serving)
 
 
 def test_sampling_fields_become_options():

@@ -141,6 +141,18 @@ async def test_a_server_that_breaks_off_before_its_answer_is_502_and_is_not_aske
         assert len(server.received) == 1
 
 
+async def test_no_request_meets_a_connection_that_the_server_has_just_closed(tmp_path):
+    server = Scripted(FILES)
+    server.drops_idle = True
+    async with in_front_of(tmp_path, server) as front:
+        for _ in range(5):
+            async with front.request("POST", "/completion", {"lora": "pirate"}) as answer:
+                assert answer.status == 200
+            async with front.request("PATCH", "/hello", b"x") as answer:
+                assert answer.status == 418
+        assert len(server.received) == 10
+
+
 async def test_a_stream_that_breaks_off_ends_with_an_error_event(tmp_path):
     server = Scripted(FILES)
     stream = {"wish": "stream"}

@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from mmap import mmap
 
@@ -58,6 +58,10 @@ class Delta:
             total += term
         return total
 
+    def of_expert(self, number: int) -> Delta:
+        """What is added to one expert's matrix, where the pairs are those of experts."""
+        return Delta([(scale, replace(pair, a=pair.a[number], b=pair.b[number])) for scale, pair in self.pairs])
+
     def feedback(self) -> Feedback:
         """How to round sums with it; every row of it is a combination of these directions."""
         return Feedback(np.vstack([pair.b.T if pair.op is Op.GET_ROWS else pair.a for _, pair in self.pairs]))
@@ -91,12 +95,36 @@ def merged(
 ) -> NewTensor:
     """``tensor`` of the file ``source`` plus ``delta``, as ``kind``. Adds what became of it to ``rounding``.
 
-    Where ``kind`` is the tensor's own and its blocks are coarse, the blocks keep their scales.
+    Where ``kind`` is the tensor's own and its blocks are coarse, the blocks keep their scales. Experts, which lie one
+    after the other, are matrices of their own.
 
     Its data raises CommandFailed where a sum is not a number that ``kind`` can hold.
     """
-    n_rows, n_columns = tensor.shape
     name = name or tensor.name
+
+    def data() -> Iterator[Bytes]:
+        for matrix, added in _matrices(tensor, delta):
+            yield from _merged_matrix(source, matrix, added, kind, rounding, name)
+
+    return NewTensor(name, tensor.shape, kind, data)
+
+
+def _matrices(tensor: GgufTensor, delta: Delta) -> Iterator[tuple[GgufTensor, Delta]]:
+    """The tensor, or each expert's part of it as a tensor, and what is added to it."""
+    if len(tensor.shape) == 2:
+        yield tensor, delta
+        return
+    n_expert, *matrix = tensor.shape
+    size = tensor.n_bytes // n_expert
+    for number in range(n_expert):
+        part = replace(tensor, shape=tuple(matrix), offset=tensor.offset + number * size, n_bytes=size)
+        yield part, delta.of_expert(number)
+
+
+def _merged_matrix(
+    source: mmap, tensor: GgufTensor, delta: Delta, kind: GGMLQuantizationType, rounding: Rounding, name: str
+) -> Iterator[Bytes]:
+    n_rows, n_columns = tensor.shape
     step = max(1, _CHUNK_VALUES // n_columns)
     stored = row_bytes(tensor.type, n_columns)
     grid = GRIDS.get(kind) if kind is tensor.type else None
@@ -114,20 +142,25 @@ def merged(
         moved = decode_rows(written, kind, n_columns) - old
         return written.data, _dot(moved, added), _dot(added, added)
 
-    def data() -> Iterator[Bytes]:
-        for written, moved, added in _in_order(chunk, range(0, n_rows, step)):
-            rounding.moved += moved
-            rounding.delta += added
-            yield written
-
-    return NewTensor(name, tensor.shape, kind, data)
+    for written, moved, added in _in_order(chunk, range(0, n_rows, step)):
+        rounding.moved += moved
+        rounding.delta += added
+        yield written
 
 
 def look_up(source: mmap, tensor: GgufTensor, delta: Delta, other: mmap, written: GgufTensor) -> Rounding:
     """What became of ``delta``, added to ``tensor`` of the file ``source``, in the tensor that ``other`` has of it."""
+    found = Rounding()
+    for (old, added), (new, _) in zip(_matrices(tensor, delta), _matrices(written, delta), strict=True):
+        _look_up_matrix(source, old, added, other, new, found)
+    return found
+
+
+def _look_up_matrix(
+    source: mmap, tensor: GgufTensor, delta: Delta, other: mmap, written: GgufTensor, found: Rounding
+) -> None:
     n_rows, n_columns = tensor.shape
     step = max(1, _CHUNK_VALUES // n_columns)
-    found = Rounding()
 
     def values(file: mmap, lies: GgufTensor, first: int, last: int) -> NDArray[np.float32]:
         size = row_bytes(lies.type, n_columns)
@@ -139,7 +172,6 @@ def look_up(source: mmap, tensor: GgufTensor, delta: Delta, other: mmap, written
         added = delta.rows(first, last)
         found.moved += _dot(values(other, written, first, last) - values(source, tensor, first, last), added)
         found.delta += _dot(added, added)
-    return found
 
 
 def _dot(left: NDArray[np.float32], right: NDArray[np.float32]) -> float:

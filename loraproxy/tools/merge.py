@@ -218,8 +218,6 @@ class _Plan:
                 "adapter instead"
             )
         for target in self.deltas:
-            if len(self._origin(target).shape) != 2:
-                raise CommandFailed(f"tensor {target} holds experts, which cannot be merged; serve the adapter instead")
             self._check_type(self._origin(target))
             own_scale = f"{target.removesuffix('.weight')}.scale"
             if own_scale in self.header.tensors:

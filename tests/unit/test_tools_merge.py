@@ -8,7 +8,15 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, LlamaFileType
 from gguf.quants import dequantize
 
-from gguf_tools import make_peft_folder, make_tiny_llama, peft_config, random_peft_tensors, tiny_llama_shapes
+from gguf_tools import (
+    make_gguf_adapter,
+    make_peft_folder,
+    make_tiny_llama,
+    peft_config,
+    random_peft_tensors,
+    tiny_llama_shapes,
+)
+from keyed_models import EXPERTS, N_EXPERT, make_moe, merged, peft_expert_shapes, random_pairs
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.gguf_header import read_gguf_header
 from loraproxy.adapters.read import read_adapter
@@ -132,6 +140,34 @@ def test_unsupported_parts_are_refused_or_left_out_as_asked(tmp_path, capsys, ba
     code, out, _ = run(capsys, *line, "--ignore-unsupported")
     assert code == 0
     assert "note: DoRA" in out
+
+
+def test_every_expert_gets_what_its_own_pair_adds(tmp_path, capsys):
+    base_path, pairs = make_moe(tmp_path / "base.gguf"), random_pairs(EXPERTS)
+    adapter = make_gguf_adapter(tmp_path / "x.gguf", pairs, alpha=8.0)
+    out = tmp_path / "out.gguf"
+    code, said, _ = run(capsys, "-m", base_path, "--adapter", f"{adapter}:0.5", "-o", out)
+    assert code == 0
+    assert f"{len(EXPERTS)} of " in said
+    base, found, added = values(base_path), values(out), merged(pairs, 0.5 * 8.0 / 4)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, base[name] + added.get(name, 0), atol=1e-5)
+    assert merge(base_path, [ScaledAdapter(adapter, 1.0)], out, LlamaFileType.MOSTLY_Q8_0).rounding.kept > 0.95
+
+
+def test_experts_that_are_not_adapted_keep_their_bytes_in_eight_bits(tmp_path):
+    plain, base_path, out = (tmp_path / f"{name}.gguf" for name in ("plain", "base", "out"))
+    attention = make_gguf_adapter(tmp_path / "a.gguf", random_pairs({"blk.0.attn_q.weight": (64, 64)}))
+    merge(make_moe(plain), [ScaledAdapter(attention, 1.0)], base_path, LlamaFileType.MOSTLY_Q8_0)
+    module = "model.layers.1.block_sparse_moe.experts.2.w1"
+    shape = peft_expert_shapes()[module]
+    folder = make_peft_folder(tmp_path / "x", random_peft_tensors({module: shape}))
+    assert merge(base_path, [ScaledAdapter(folder, 1.0)], out).rounding.kept > 0.9
+    before, after = raw(base_path), raw(out)
+    (changed,) = (name for name in before if before[name] != after[name])
+    assert changed == "blk.1.ffn_gate_exps.weight"
+    old, new = (np.frombuffer(data[changed], np.uint8).reshape(N_EXPERT, -1) for data in (before, after))
+    assert [not np.array_equal(*bytes_of) for bytes_of in zip(old, new, strict=True)] == [False, False, True, False]
 
 
 def test_a_head_adapter_of_a_tied_model_becomes_a_head_of_its_own(tmp_path, capsys, base_path):

@@ -26,11 +26,6 @@ V = "blk.0.attn_v.weight"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> BaseModel:
-    return BaseModel.from_gguf(make_tiny_llama(tmp_path_factory.mktemp("base") / "tiny.gguf"))
-
-
-@pytest.fixture(scope="module")
 def untied(tmp_path_factory) -> BaseModel:
     return BaseModel.from_gguf(make_tiny_llama(tmp_path_factory.mktemp("base") / "untied.gguf", tied=False))
 

@@ -25,11 +25,6 @@ Q, K, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
 PREFIX = "base_model.model."
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> BaseModel:
-    return BaseModel.from_gguf(make_tiny_llama(tmp_path_factory.mktemp("base") / "tiny.gguf"))
-
-
 def tensors_of(*modules, **kwargs):
     return random_peft_tensors({module: SHAPES[module] for module in modules}, **kwargs)
 

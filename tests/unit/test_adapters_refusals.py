@@ -19,7 +19,6 @@ from gguf_tools import (
     random_peft_tensors,
     tiny_llama_shapes,
 )
-from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.read import Unsupported, read_adapter, survey_adapter
 from loraproxy.errors import InvalidAdapterFile
 
@@ -33,11 +32,6 @@ HINT = "; --ignore-unsupported loads the rest"
 NEVERTHELESS = "; --ignore-unsupported loads it nevertheless"
 PLAIN = "train a plain LoRA, or merge the adapter into the base model"
 MADE_FOR = " (its adapter_config.json names the base 'someone/tiny-llama')"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> BaseModel:
-    return BaseModel.from_gguf(make_tiny_llama(tmp_path_factory.mktemp("base") / "tiny.gguf"))
 
 
 def peft(config: dict[str, Any] | None = None, **changes: Any) -> Make:

@@ -1,34 +1,19 @@
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tools_bench
+from tools_bench import SHAPES, peft
 
-from gguf_tools import make_peft_folder, make_tiny_llama, peft_config, random_peft_tensors, tiny_llama_shapes
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.read import Unsupported, read_adapter
 from loraproxy.adapters.tensors import LoraTensor, Op
-from loraproxy.cli import main
 from loraproxy.tools import convert as module
 from loraproxy.tools.convert import convert, relative_error
 
-SHAPES = tiny_llama_shapes()
-ATTENTION = {name: SHAPES[name] for name in SHAPES if name.endswith(("q_proj", "v_proj"))}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> BaseModel:
-    return BaseModel.from_gguf(make_tiny_llama(tmp_path_factory.mktemp("base") / "tiny.gguf"))
-
-
-def peft(folder: Path, shapes=ATTENTION, **config) -> Path:
-    return make_peft_folder(folder, random_peft_tensors(shapes), peft_config(**config))
-
-
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    code = main(["convert", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+run = partial(tools_bench.run, "convert")
 
 
 def effective(path: Path, base: BaseModel) -> dict[str, np.ndarray]:

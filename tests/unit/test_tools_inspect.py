@@ -1,47 +1,32 @@
 import json
 import random
 import struct
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tools_bench
+from tools_bench import ATTENTION, peft
 
 from gguf_tools import (
     make_gguf_adapter,
     make_peft_folder,
-    make_tiny_llama,
     peft_config,
     random_peft_tensors,
     tiny_llama_shapes,
 )
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.read import read_adapter
-from loraproxy.cli import main
 from loraproxy.errors import InvalidAdapterFile
 from loraproxy.tools.describe import alike, grouped_targets, spread
 from loraproxy.tools.inspect import inspect, lines
 from servers import demo_adapters
 
-SHAPES = tiny_llama_shapes()
-ATTENTION = {name: SHAPES[name] for name in SHAPES if name.endswith(("q_proj", "v_proj"))}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> BaseModel:
-    return BaseModel.from_gguf(make_tiny_llama(tmp_path_factory.mktemp("base") / "tiny.gguf"))
-
-
-def peft(folder: Path, shapes=ATTENTION, **config) -> Path:
-    return make_peft_folder(folder, random_peft_tensors(shapes), peft_config(**config))
-
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    code = main(["inspect", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+run = partial(tools_bench.run, "inspect")
 
 
 def test_the_wizard_is_shown_with_rslora_and_its_effective_scale(capsys):

@@ -1,18 +1,20 @@
 import argparse
 import mmap
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tools_bench
 from gguf import GGMLQuantizationType, GGUFReader, LlamaFileType
 from gguf.quants import dequantize
+from tools_bench import ATTENTION, peft
 
 from gguf_tools import (
     make_gguf_adapter,
     make_peft_folder,
     make_tiny_llama,
-    peft_config,
     random_peft_tensors,
     tiny_llama_shapes,
 )
@@ -29,8 +31,6 @@ from loraproxy.tools.merge import merge
 from loraproxy.tools.progress import Progress
 from loraproxy.tools.rounding import Feedback, add_on_grid
 
-SHAPES = tiny_llama_shapes()
-ATTENTION = {name: SHAPES[name] for name in SHAPES if name.endswith(("q_proj", "v_proj"))}
 F32 = GGMLQuantizationType.F32
 
 
@@ -39,14 +39,7 @@ def base_path(tmp_path_factory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("base") / "tiny.gguf")
 
 
-def peft(folder: Path, shapes=ATTENTION, seed: int = 0, std: float = 0.2, **config) -> Path:
-    return make_peft_folder(folder, random_peft_tensors(shapes, seed=seed, std=std), peft_config(**config))
-
-
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    code = main(["merge", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+run = partial(tools_bench.run, "merge")
 
 
 def raw(path: Path) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ as an adapter's name or ``base:adapter``; the URL ``/lora/NAME/…``; the regist
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,12 @@ _FORMS = (
     'use [{"id": 0, "scale": 0.5}], [{"name": "NAME", "scale": 1.0}], "NAME", ["NAME", "NAME"], {"NAME": 0.7}, '
     'or "none" for the base model'
 )
+_WORD = re.compile(r"[^-_.:/\\ ]+")
+_TAG_WORD = re.compile(
+    r"v?\d+|\d+[bkm]|\d+x\d+b|[ae]\d+b|i?q\d+|[bm]?x?fp?\d+|u?d|xs|s|m|l|xl|xxs|k|nl"
+    r"|latest|default|base|instruct|it|chat|text|code|vision|thinking|reasoning|preview|qat|gguf|cloud"
+)
+"""A word of what stands behind the colon of a model's name."""
 _ITEM_KEYS = frozenset(
     # the last four are what GET /lora-adapters shows of an adapter, so that its answer may be sent back
     ("id", "name", "scale", "path", "task_name", "prompt_prefix", "alora_invocation_string", "alora_invocation_tokens")
@@ -39,8 +46,8 @@ def resolve(
 
     body: the request's JSON object; url_adapter: NAME of a ``/lora/NAME/…`` URL; base_names: what the base model
     is called. Every selector present is checked, then the first in order of precedence decides. Raises
-    UnknownAdapter for an unknown name or id, InvalidRequest for anything malformed, and for an unknown ``model``
-    if ``strict_models``.
+    UnknownAdapter for an unknown name or id, in ``base:adapter`` too, InvalidRequest for anything malformed, and for
+    an unknown ``model`` if ``strict_models``.
     """
     choices = (
         parse_lora(body.get("lora"), registry),
@@ -155,7 +162,8 @@ def _from_model(
         if model in registry:
             return _from_name(model, registry)
         base, colon, adapter = model.rpartition(":")
-        if colon and base in base_names and (adapter in registry or adapter == BASE_WORD):
+        names_base = colon and base in base_names
+        if names_base and (adapter in registry or adapter == BASE_WORD or not _is_tag(adapter, base_names)):
             return _from_name(adapter, registry)
     if strict_models:
         name = model if isinstance(model, str) else ""
@@ -164,6 +172,15 @@ def _from_model(
             + known_names(name.rpartition(":")[2], registry.names())
         )
     return None
+
+
+def _is_tag(text: str, base_names: Collection[str]) -> bool:
+    """True if ``text`` may be a tag of the base model, as in ``smollm2:135m-instruct-q4_0``, and not an adapter's name.
+
+    Its words are those that Ollama's tags are made of (sizes, versions, quantisations), or of the base model's names.
+    """
+    own = {word for name in base_names for word in _WORD.findall(name.rpartition("/")[2].lower())}
+    return all(word in own or _TAG_WORD.fullmatch(word) for word in _WORD.findall(text.lower()))
 
 
 def _check_count(value: Collection[Any]) -> None:

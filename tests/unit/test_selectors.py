@@ -12,7 +12,7 @@ from loraproxy.adapters.selectors import MAX_ENTRIES, parse_lora, resolve
 from loraproxy.adapters.sets import BASE, AdapterSet
 from loraproxy.errors import InvalidRequest, UnknownAdapter
 
-BASE_NAMES = ("smollm2", "SmolLM2-135M")
+BASE_NAMES = ("smollm2", "SmolLM2-135M", "/srv/nope/SmolLM2-135M.gguf")
 
 
 @pytest.fixture
@@ -107,6 +107,25 @@ def test_an_unknown_model_is_ignored_unless_models_are_strict(registry, model):
     assert "unknown model" in message
     assert "SmolLM2-135M, smollm2" in message
     assert "pirate" in message
+
+
+@pytest.mark.parametrize("strict_models", [False, True])
+@pytest.mark.parametrize("adapter", ["nope", "pirat", "npc-12", "pirate2", "q4-pirate", "base-camp", "Pirate"])
+def test_an_adapter_that_is_not_known_behind_the_base_models_name_is_an_error(registry, adapter, strict_models):
+    message = refusal(registry, {"model": f"smollm2:{adapter}"}, strict_models=strict_models, error=UnknownAdapter)
+    assert message.startswith(f"unknown adapter '{adapter}'; ")
+    assert "known adapters: bard, pirate" in message
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        *("latest", "135m", "1.7b", "v0.3", "135m-instruct-q4_0", "Q4_K_M", "UD-IQ2_XXS", "fp16", "bf16", "8x7b"),
+        *("30b-a3b", "4b-it-qat", "instruct", "SmolLM2-135M", "", "128k", "e4b", "mxfp4"),
+    ],
+)
+def test_a_tag_behind_the_base_models_name_selects_nothing(registry, tag):
+    assert select(registry, {"model": f"smollm2:{tag}"}) == BASE
 
 
 @pytest.mark.parametrize("model", [None, "pirate", "smollm2", "SmolLM2-135M:bard"])

@@ -18,17 +18,21 @@ class Target:
     n_in: int
     n_out: int
     visits: int
+    quantized: bool
+    """In host memory and of a quantised type: adapters may be kept in 8 bits."""
     refusal: str
 
 class AdapterWeights:
-    """One adapter's pairs in f16."""
+    """One adapter's pairs, each in f16 or in 8 bits."""
 
     nbytes: int
 
 class WeightsBuilder:
     """Collects an adapter's pairs, each checked against its target's shape (ValueError)."""
 
-    def __init__(self, delta: Delta) -> None: ...
+    def __init__(self, delta: Delta, eight_bits: bool) -> None:
+        """``eight_bits``: where the target is quantised and the matrix has no values far above the rest."""
+
     def add(self, target: int, a: NDArray[np.float32], b: NDArray[np.float32], scale: float) -> None: ...
     def finish(self) -> AdapterWeights: ...
 

@@ -62,6 +62,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
         "MODE",
         "delta (all in one batch), or graph: for MoE experts, recurrent models",
     ),
+    (("--adapter-type",), "engine.adapter_type", "TYPE", "auto (adapters in 8 bits on a quantised base), or f16"),
     (("--backend",), "backend.kind", "KIND", "what generates: embedded, llama-server or ollama (embedded)"),
     (("--backend-bin",), "backend.bin", "PROGRAM", "a llama-server to start; its own arguments may follow after --"),
     (("--max-workers",), "pool.max_workers", "N", "workers that run one adapter set each at once (4)"),

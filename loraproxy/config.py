@@ -81,6 +81,8 @@ class WorkerSettings(Strict):
     """Let llama.cpp repack weights into its own layouts: no page sharing, and AMX crashes on some machines."""
     fast_products: bool = True
     """Compute the products of quantised weights in host memory for all rows of a step at once."""
+    adapter_type: Literal["auto", "f16"] = "auto"
+    """How adapters' weights are kept; auto: in 8 bits where the base weight is quantised itself, else in f16."""
     lora_mode: Literal["delta", "graph"] = "delta"
     """``graph``: adapters through llama.cpp's own LoRA graph, one set at a time, for what the delta path cannot do."""
 
@@ -221,6 +223,11 @@ class EngineConfig(Strict):
         default=True,
         description="Multiply quantised weights with all rows of a step at once, by kernels of ours, where there is one"
         " for their type and this processor; false: llama.cpp's own products.",
+    )
+    adapter_type: Literal["auto", "f16"] = Field(
+        default="auto",
+        description="How loaded adapters are kept. auto: in 8 bits where the base's weight is quantised itself, which"
+        " halves their memory and what a step reads; f16: always in f16.",
     )
     repack: bool = Field(
         default=False,

@@ -1,12 +1,6 @@
 #include "delta.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
-
-#if defined(__unix__) || defined(__APPLE__)
-#include <sys/mman.h>
-#endif
 
 namespace loraproxy {
 
@@ -23,74 +17,7 @@ bool is_projection(const ggml_tensor * node) {
     return w != nullptr && w->op == GGML_OP_NONE && w->view_src == nullptr && w->name[0] != '\0';
 }
 
-
 } // namespace
-
-// -- an adapter's memory -------------------------------------------------------------------------------------
-
-namespace {
-
-constexpr size_t HUGE_PAGE = size_t(2) << 20;
-
-size_t aligned(size_t values) { return blocks_of(values, 64) * 64; }
-
-} // namespace
-
-AdapterWeights::AdapterWeights(size_t n_targets, std::vector<Part> parts) : pairs_(n_targets) {
-    std::stable_sort(parts.begin(), parts.end(), [](const Part & a, const Part & b) { return a.target < b.target; });
-    size_t values = 0;
-    for (const Part & part : parts) {
-        values += aligned(part.a.size()) + aligned(part.bt.size());
-    }
-    bytes_ = values * sizeof(uint16_t);
-    map(std::max<size_t>(bytes_, 1));
-    uint16_t * at = memory_;
-    for (const Part & part : parts) {
-        Pair & pair    = pairs_[part.target];
-        pair.rank      = part.rank;
-        pair.scale     = part.scale;
-        pair.a         = std::copy(part.a.begin(), part.a.end(), at) - part.a.size();
-        at            += aligned(part.a.size());
-        pair.bt        = std::copy(part.bt.begin(), part.bt.end(), at) - part.bt.size();
-        at            += aligned(part.bt.size());
-        pair.a_values  = part.a.size();
-        pair.bt_values = part.bt.size();
-    }
-}
-
-#if defined(__unix__) || defined(__APPLE__)
-
-// Pages of its own, which go back to the system when the adapter leaves; malloc would keep them, in pieces.
-void AdapterWeights::map(size_t size) {
-    mapped_bytes_ = size + HUGE_PAGE;
-    mapped_       = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (mapped_ == MAP_FAILED) {
-        throw std::bad_alloc();
-    }
-    memory_ = reinterpret_cast<uint16_t *>(blocks_of(reinterpret_cast<uintptr_t>(mapped_), HUGE_PAGE) * HUGE_PAGE);
-#ifdef MADV_HUGEPAGE
-    // a step reads it all: with 4 KiB pages the misses of the page table cost a third of the bandwidth
-    if (size >= HUGE_PAGE) {
-        madvise(memory_, size / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
-    }
-#endif
-}
-
-AdapterWeights::~AdapterWeights() { munmap(mapped_, mapped_bytes_); }
-
-#else
-
-void AdapterWeights::map(size_t size) {
-    mapped_ = std::malloc(size + HUGE_PAGE);
-    if (mapped_ == nullptr) {
-        throw std::bad_alloc();
-    }
-    memory_ = reinterpret_cast<uint16_t *>(blocks_of(reinterpret_cast<uintptr_t>(mapped_), HUGE_PAGE) * HUGE_PAGE);
-}
-
-AdapterWeights::~AdapterWeights() { std::free(mapped_); }
-
-#endif
 
 Delta::Delta(int n_threads, const char * force_kernels, bool own_products)
     : host_(make_host_kernel(n_threads, force_kernels)), n_threads_(n_threads), force_kernels_(force_kernels),
@@ -198,6 +125,7 @@ void Delta::watch(ggml_tensor * node) {
     if (op == Op::mul_mat && before_index >= 0 && before->op == GGML_OP_MUL_MAT && before->src[1] == x) {
         targets_[before_index].next = index;
     }
+    target.quantized = op == Op::mul_mat && is_host(src0) && ggml_is_quantized(src0->type);
     if (own_products_ && op == Op::mul_mat && is_host(src0) && ggml_is_contiguous(src0)) {
         target.base = choose_base_product(src0->type, src0->ne[0], force_kernels_.c_str());
     }

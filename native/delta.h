@@ -12,6 +12,7 @@
 #include "base_product.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "weights.h"
 
 #include "ggml-backend.h"
 #include "ggml.h"
@@ -36,46 +37,8 @@ struct Target {
     int         visits = 0; // how often the watched decode computed it
     int         next   = -1; // the target computed directly after it from the same x: both are corrected then
     std::string refusal;    // why it cannot be targeted; empty if it can
+    bool quantized = false; // in host memory
     const BaseProduct * base = nullptr; // how we compute the base's product; nullptr: llama.cpp does
-};
-
-// One adapter's pair for one target, as the kernels want it; it points into its adapter's memory.
-struct Pair {
-    int              rank  = 0;
-    float            scale = 1.0f;
-    const uint16_t * a     = nullptr; // tiled; for get_rows: A transposed, (n_vocab, rank)
-    const uint16_t * bt    = nullptr; // B transposed, in blocks of columns
-    size_t           a_values  = 0;
-    size_t           bt_values = 0;
-};
-
-// All pairs of one adapter in one piece of memory, in the order in which the graph comes to them.
-class AdapterWeights {
-public:
-    struct Part {
-        int                   target;
-        int                   rank;
-        float                 scale;
-        std::vector<uint16_t> a, bt;
-    };
-
-    AdapterWeights(size_t n_targets, std::vector<Part> parts);
-    AdapterWeights(const AdapterWeights &) = delete;
-    ~AdapterWeights();
-
-    // nullptr where the adapter has no pair for this target
-    const Pair * pair(int target) const { return pairs_[target].rank > 0 ? &pairs_[target] : nullptr; }
-    size_t       n_targets() const { return pairs_.size(); }
-    size_t       bytes() const { return bytes_; }
-
-private:
-    std::vector<Pair> pairs_; // by target; rank 0: none
-    void map(size_t size);
-
-    void *            mapped_       = nullptr;
-    size_t            mapped_bytes_ = 0;
-    uint16_t *        memory_       = nullptr; // in it, on a boundary of huge pages
-    size_t            bytes_  = 0;
 };
 
 // The rows of the running step that use one pair of one adapter. Groups of a node are sorted by adapter id.

@@ -11,7 +11,7 @@ namespace {
 constexpr float SHRINK        = 0x1p-15f;
 constexpr int   RANK_MULTIPLE = 8; // vector loads and matrix units want rows of such lengths
 
-uint16_t shrunk(uint16_t h) { return f32_to_f16(SHRINK * f16_to_f32(h)); }
+uint16_t shrunk(float value) { return f32_to_f16(SHRINK * value); }
 
 } // namespace
 
@@ -130,13 +130,13 @@ void DeviceStack::upload(int slot) {
         for (int r = 0; r < pair.rank; ++r) {
             for (int64_t k = 0; k < n_in_; ++k) { // out of the host kernels' tiles
                 const size_t tile     = r / RANKS * depths + k / DEPTH;
-                values[r * n_in_ + k] = shrunk(pair.a[(tile * RANKS + r % RANKS) * DEPTH + k % DEPTH]);
+                values[r * n_in_ + k] = shrunk(pair.a_value((tile * RANKS + r % RANKS) * DEPTH + k % DEPTH));
             }
         }
     } else {
         for (int64_t token = 0; token < n_in_; ++token) {
             const uint16_t * row = pair.a + token * pair.rank;
-            std::transform(row, row + pair.rank, values.begin() + token * rank_, shrunk);
+            std::transform(row, row + pair.rank, values.begin() + token * rank_, [](uint16_t h) { return shrunk(f16_to_f32(h)); });
         }
         first = static_cast<size_t>(row_of(slot, 0)) * rank_;
     }
@@ -144,9 +144,9 @@ void DeviceStack::upload(int slot) {
 
     values.assign(n_out_ * rank_, 0);
     for (int64_t j = 0; j < n_out_; ++j) {
-        const uint16_t * block = pair.bt + j / COLUMNS * pair.rank * COLUMNS; // the host kernels' block of columns
+        const size_t block = j / COLUMNS * pair.rank * COLUMNS; // the host kernels' block of columns
         for (int r = 0; r < pair.rank; ++r) {
-            values[j * rank_ + r] = shrunk(block[r * COLUMNS + j % COLUMNS]);
+            values[j * rank_ + r] = shrunk(pair.factor(r) * pair.bt_value(block + r * COLUMNS + j % COLUMNS));
         }
     }
     const size_t bytes = values.size() * sizeof(uint16_t);

@@ -161,11 +161,17 @@ private:
             }
             const int n = job.group->n_rows;
             float *   y = y_.data() + job.first_y;
-            kernels_.down(pair.a, static_cast<int>(job.target->n_in), x_.data() + job.first_row, n, g0, g1, y, job.y_stride);
+            const int            n_in = static_cast<int>(job.target->n_in);
+            const float * const * x   = x_.data() + job.first_row;
+            if (pair.a8) {
+                kernels_.down8(pair.a8, n_in, x, n, g0, g1, y, job.y_stride);
+            } else {
+                kernels_.down(pair.a, n_in, x, n, g0, g1, y, job.y_stride);
+            }
             for (int i = 0; i < n; ++i) {
                 const float scale = pair.scale * job.group->scales[i];
                 for (int r = g0 * RANKS; r < g1 * RANKS; ++r) {
-                    y[i * job.y_stride + r] *= scale;
+                    y[i * job.y_stride + r] *= scale * pair.factor(r);
                 }
             }
         }
@@ -176,8 +182,14 @@ private:
         for (size_t j = first_job; j < last_job; ++j) {
             const Job &  job  = jobs_[j];
             const Pair & pair = *job.group->pair;
-            kernels_.up(pair.bt, pair.rank, static_cast<int>(job.target->n_out), y_.data() + job.first_y, job.y_stride,
-                        out_.data() + job.first_row, job.group->n_rows, b0, b1);
+            const int     n_out = static_cast<int>(job.target->n_out);
+            const float * y     = y_.data() + job.first_y;
+            float * const * out = out_.data() + job.first_row;
+            if (pair.bt8) {
+                kernels_.up8(pair.bt8, pair.rank, n_out, y, job.y_stride, out, job.group->n_rows, b0, b1);
+            } else {
+                kernels_.up(pair.bt, pair.rank, n_out, y, job.y_stride, out, job.group->n_rows, b0, b1);
+            }
         }
     }
 

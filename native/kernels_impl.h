@@ -1,11 +1,11 @@
 // The kernels' one text, compiled once for each instruction set. The including file defines, in its own
-// namespace: LANES, vec (LANES floats), zero(), load(const float *), load_f16(const uint16_t *), store(),
-// store_f16(), broadcast(), madd(a, b, c) = a * b + c, mul(), add(), reduce(vec), and ROWS, how many rows share one reading of the
-// weights in registers.
+// namespace: LANES, vec (LANES floats), zero(), load(const float *), load(const uint16_t *) of f16, load(const int8_t *),
+// store(), store_f16(), broadcast(), madd(a, b, c) = a * b + c, mul(), add(), reduce(vec), and ROWS, how many rows share one
+// reading of the weights in registers. Weight is uint16_t (f16) or int8_t.
 
 // One group of RANKS ranks for T rows. Each sum has one accumulator, so T changes no bit of it.
-template <int T>
-static inline void down_group(const uint16_t * a, int n_in, const float * const * x, float * y, size_t y_stride) {
+template <int T, class Weight>
+static inline void down_group(const Weight * a, int n_in, const float * const * x, float * y, size_t y_stride) {
     vec acc[T][RANKS];
     for (int t = 0; t < T; ++t) {
         for (int r = 0; r < RANKS; ++r) {
@@ -20,7 +20,7 @@ static inline void down_group(const uint16_t * a, int n_in, const float * const 
                 xs[t] = load(x[t] + k + v);
             }
             for (int r = 0; r < RANKS; ++r) {
-                const vec w = load_f16(a + r * DEPTH + v);
+                const vec w = load(a + r * DEPTH + v);
                 for (int t = 0; t < T; ++t) {
                     acc[t][r] = madd(w, xs[t], acc[t][r]);
                 }
@@ -36,7 +36,7 @@ static inline void down_group(const uint16_t * a, int n_in, const float * const 
             for (int v = 0; v < DEPTH; v += LANES) {
                 const vec xs = load(padded + v);
                 for (int r = 0; r < RANKS; ++r) {
-                    acc[t][r] = madd(load_f16(a + r * DEPTH + v), xs, acc[t][r]);
+                    acc[t][r] = madd(load(a + r * DEPTH + v), xs, acc[t][r]);
                 }
             }
         }
@@ -48,7 +48,8 @@ static inline void down_group(const uint16_t * a, int n_in, const float * const 
     }
 }
 
-static void down(const uint16_t * a, int n_in, const float * const * x, int n_rows, int g0, int g1, float * y,
+template <class Weight>
+static void down(const Weight * a, int n_in, const float * const * x, int n_rows, int g0, int g1, float * y,
                  size_t y_stride) {
     const size_t group = blocks_of(n_in, DEPTH) * RANKS * DEPTH;
     for (int g = g0; g < g1; ++g) {
@@ -63,8 +64,8 @@ static void down(const uint16_t * a, int n_in, const float * const * x, int n_ro
 }
 
 // One block of columns for T rows; `n` columns of it exist.
-template <int T>
-static inline void up_block(const uint16_t * bt, int rank, int n, const float * y, size_t y_stride,
+template <int T, class Weight>
+static inline void up_block(const Weight * bt, int rank, int n, const float * y, size_t y_stride,
                             float * const * out, int j) {
     constexpr int V = COLUMNS / LANES;
     vec           acc[T][V];
@@ -79,7 +80,7 @@ static inline void up_block(const uint16_t * bt, int rank, int n, const float * 
             s[t] = broadcast(y[t * y_stride + r]);
         }
         for (int v = 0; v < V; ++v) {
-            const vec w = load_f16(bt + v * LANES);
+            const vec w = load(bt + v * LANES);
             for (int t = 0; t < T; ++t) {
                 acc[t][v] = madd(w, s[t], acc[t][v]);
             }
@@ -103,12 +104,13 @@ static inline void up_block(const uint16_t * bt, int rank, int n, const float * 
     }
 }
 
-static void up(const uint16_t * bt, int rank, int n_out, const float * y, size_t y_stride, float * const * out,
+template <class Weight>
+static void up(const Weight * bt, int rank, int n_out, const float * y, size_t y_stride, float * const * out,
                int n_rows, int b0, int b1) {
     for (int b = b0; b < b1; ++b) {
         const int        j     = b * COLUMNS;
         const int        n     = n_out - j < COLUMNS ? n_out - j : COLUMNS;
-        const uint16_t * block = bt + static_cast<size_t>(b) * rank * COLUMNS;
+        const Weight *   block = bt + static_cast<size_t>(b) * rank * COLUMNS;
         int              t     = 0;
         for (; t + ROWS <= n_rows; t += ROWS) {
             up_block<ROWS>(block, rank, n, y + t * y_stride, y_stride, out + t, j);
@@ -126,5 +128,23 @@ static void narrow(const float * from, size_t n, float factor, uint16_t * to) {
     }
     for (; i < n; ++i) {
         to[i] = f32_to_f16(from[i] * factor);
+    }
+}
+
+static void round(const float * from, size_t n, float factor, int8_t * to) {
+    // adding 1.5 * 2^23 leaves the nearest integer, ties to even, in a float's low bits
+    constexpr float MAGIC = 12582912.0f;
+    size_t          i     = 0;
+    for (; i + LANES <= n; i += LANES) {
+        float shifted[LANES];
+        store(shifted, madd(load(from + i), broadcast(factor), broadcast(MAGIC)));
+        for (int j = 0; j < LANES; ++j) {
+            int32_t bits;
+            std::memcpy(&bits, shifted + j, sizeof bits);
+            to[i + j] = static_cast<int8_t>(bits);
+        }
+    }
+    for (; i < n; ++i) {
+        to[i] = static_cast<int8_t>(std::nearbyint(from[i] * factor));
     }
 }

@@ -1,5 +1,6 @@
 #include "kernels.h"
 
+#include <cmath>
 #include <cstring>
 
 namespace loraproxy {
@@ -63,8 +64,11 @@ constexpr int ROWS  = 1;
 
 static inline vec zero() { return {{0.0f, 0.0f, 0.0f, 0.0f}}; }
 static inline vec load(const float * p) { return {{p[0], p[1], p[2], p[3]}}; }
-static inline vec load_f16(const uint16_t * p) {
+static inline vec load(const uint16_t * p) {
     return {{f16_to_f32(p[0]), f16_to_f32(p[1]), f16_to_f32(p[2]), f16_to_f32(p[3])}};
+}
+static inline vec load(const int8_t * p) {
+    return {{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]), static_cast<float>(p[3])}};
 }
 static inline void store_f16(uint16_t * p, vec v) {
     for (int i = 0; i < LANES; ++i) {
@@ -95,7 +99,7 @@ static inline float reduce(vec v) { return (v.v[0] + v.v[1]) + (v.v[2] + v.v[3])
 
 #include "kernels_impl.h"
 
-extern const Kernels kernels = {"plain", down, up, narrow};
+extern const Kernels kernels = {"plain", down, up, down, up, narrow, round};
 
 } // namespace plain
 } // namespace loraproxy

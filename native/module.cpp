@@ -23,79 +23,9 @@ namespace {
 
 using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// An exponent e such that values up to `largest` times 2^-e lie just below f16's limit: whatever range the
-// file's type had, nothing overflows and little is subnormal.
-int f16_exponent(const Matrix & m) {
-    const float * values     = m.data();
-    float         largest[8] = {}; // eight at a time, so that the compiler can use vectors
-    size_t        i          = 0;
-    for (; i + 8 <= m.size(); i += 8) {
-        for (size_t j = 0; j < 8; ++j) {
-            const float v = std::fabs(values[i + j]);
-            largest[j]    = v > largest[j] ? v : largest[j];
-        }
-    }
-    for (; i < m.size(); ++i) {
-        largest[0] = std::max(largest[0], std::fabs(values[i]));
-    }
-    const float most     = *std::max_element(largest, largest + 8);
-    int         exponent = 15;
-    if (most > 0.0f) {
-        std::frexp(most, &exponent); // most = f * 2^exponent, f < 1
-    }
-    return std::max(exponent - 15, -120); // so that 2^-e is a float
-}
-
-// A (rank, n_in) in tiles, B (n_out, rank) in blocks of columns, embeddings' A (rank, n_vocab) by token: see
-// kernels.h and delta.h. Values are scaled by 2^-exponent.
-std::vector<uint16_t> tile_a(const Kernels & kernels, const Matrix & a, int exponent) {
-    const size_t          rank = a.shape(0), n_in = a.shape(1), depths = blocks_of(n_in, DEPTH);
-    std::vector<uint16_t> out(blocks_of(rank, RANKS) * depths * RANKS * DEPTH, 0);
-    const float           factor = std::ldexp(1.0f, -exponent);
-    for (size_t r = 0; r < rank; ++r) {
-        for (size_t k = 0; k < n_in; k += DEPTH) {
-            const size_t tile = r / RANKS * depths + k / DEPTH;
-            kernels.narrow(a.data() + r * n_in + k, std::min<size_t>(DEPTH, n_in - k), factor,
-                           out.data() + (tile * RANKS + r % RANKS) * DEPTH);
-        }
-    }
-    return out;
-}
-
-std::vector<uint16_t> narrowed(const Kernels & kernels, const Matrix & m, int exponent) {
-    std::vector<uint16_t> out(m.size());
-    kernels.narrow(m.data(), m.size(), std::ldexp(1.0f, -exponent), out.data());
-    return out;
-}
-
-std::vector<uint16_t> block_b(const Kernels & kernels, const Matrix & b, int exponent) {
-    const size_t                n_out = b.shape(0), rank = b.shape(1);
-    const std::vector<uint16_t> rows = narrowed(kernels, b, exponent);
-    std::vector<uint16_t>       out(blocks_of(n_out, COLUMNS) * rank * COLUMNS, 0);
-    for (size_t j = 0; j < n_out; ++j) {
-        uint16_t * column = out.data() + j / COLUMNS * rank * COLUMNS + j % COLUMNS;
-        for (size_t r = 0; r < rank; ++r) {
-            column[r * COLUMNS] = rows[j * rank + r];
-        }
-    }
-    return out;
-}
-
-std::vector<uint16_t> by_token(const Kernels & kernels, const Matrix & a, int exponent) {
-    const size_t                rank = a.shape(0), n = a.shape(1);
-    const std::vector<uint16_t> rows = narrowed(kernels, a, exponent);
-    std::vector<uint16_t>       out(rank * n);
-    for (size_t r = 0; r < rank; ++r) {
-        for (size_t i = 0; i < n; ++i) {
-            out[i * rank + r] = rows[r * n + i];
-        }
-    }
-    return out;
-}
-
 class WeightsBuilder {
 public:
-    explicit WeightsBuilder(const Delta & delta) : targets_(delta.targets()) {}
+    WeightsBuilder(const Delta & delta, bool eight_bits) : targets_(delta.targets()), eight_bits_(eight_bits) {}
 
     void add(int target_index, const Matrix & a, const Matrix & b, float scale) {
         if (target_index < 0 || static_cast<size_t>(target_index) >= targets_.size()) {
@@ -109,10 +39,11 @@ public:
                                         std::to_string(target.n_out) + ", rank)");
         }
         nb::gil_scoped_release released;
-        const int               ea = f16_exponent(a), eb = f16_exponent(b);
-        parts_.push_back({target_index, static_cast<int>(rank), std::ldexp(scale, ea + eb),
-                          target.op == Op::get_rows ? by_token(kernels_, a, ea) : tile_a(kernels_, a, ea),
-                          block_b(kernels_, b, eb)});
+        const Form form = target.op == Op::get_rows                 ? Form::by_token
+                          : eight_bits_ && target.quantized ? Form::eight_bits
+                                                            : Form::f16;
+        parts_.push_back(convert(kernels_, a.data(), b.data(), rank, a.shape(1), b.shape(0), scale, form));
+        parts_.back().target = target_index;
     }
 
     std::shared_ptr<AdapterWeights> finish() {
@@ -122,6 +53,7 @@ public:
 
 private:
     std::vector<Target>               targets_;
+    bool                              eight_bits_;
     std::vector<AdapterWeights::Part> parts_;
     const Kernels &                   kernels_ = *choose_kernels(); // any: all round alike
 };
@@ -275,10 +207,11 @@ NB_MODULE(_native, m) {
         .def_ro("n_in", &Target::n_in)
         .def_ro("n_out", &Target::n_out)
         .def_ro("visits", &Target::visits)
+        .def_ro("quantized", &Target::quantized)
         .def_ro("refusal", &Target::refusal);
     nb::class_<AdapterWeights>(m, "AdapterWeights").def_prop_ro("nbytes", &AdapterWeights::bytes);
     nb::class_<WeightsBuilder>(m, "WeightsBuilder")
-        .def(nb::init<const Delta &>())
+        .def(nb::init<const Delta &, bool>(), nb::arg("delta"), nb::arg("eight_bits"))
         .def("add", &WeightsBuilder::add, nb::arg("target"), nb::arg("a"), nb::arg("b"), nb::arg("scale"))
         .def("finish", &WeightsBuilder::finish);
     nb::class_<Delta>(m, "Delta")

@@ -102,7 +102,8 @@ class AdapterSummary:
 
     format: ``gguf`` or ``peft``. size_bytes: of its files on disk. rank, scale: the smallest and the largest of its
     pairs, before any scale that a request asks for. targets: GGUF names of the base tensors, in graph order, one for
-    each pair. resident_bytes: what it will take in the engine's memory. The rest: as in :class:`Adapter`.
+    each pair. resident_bytes: what it takes in the engine's memory, at most (see
+    :func:`pair_resident_bytes`). The rest: as in :class:`Adapter`.
     """
 
     name: str
@@ -129,6 +130,8 @@ class AdapterSummary:
 
 def pair_resident_bytes(rank: int, n_in: int, n_out: int, op: Op = Op.MUL_MAT, *, n_expert: int = 0) -> int:
     """Bytes that the engine holds for one pair: f16 values in its kernels' tiles, each half in whole 128 bytes.
+
+    It is about half where the pair is kept in 8 bits, which is known when it is loaded.
 
     Shapes as in :class:`LoraTensor`; the tiles are those of native/kernels.h. Experts' pairs lie as f16 matrices.
     """

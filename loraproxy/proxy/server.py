@@ -42,7 +42,7 @@ from loraproxy.proxy.loading import allowed_roots, register_configured, register
 from loraproxy.proxy.middleware import api_keys
 from loraproxy.proxy.passthrough import Passthrough
 from loraproxy.proxy.served import ServedAdapters
-from loraproxy.proxy.watching import Watcher
+from loraproxy.proxy.watching import Follower, Watcher
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +198,7 @@ def _worker_settings(config: Config, model: Path) -> WorkerSettings:
         use_mmap=engine.mmap,
         use_extra_bufts=engine.repack,
         fast_products=engine.fast_products,
+        adapter_type=engine.adapter_type,
     )
 
 
@@ -242,8 +243,9 @@ async def _all(*work: Coroutine[Any, Any, Any]) -> None:
 async def _follow(server: _Server) -> None:
     """Read what was registered unread, and keep the catalog as the watched folder is, until cancelled."""
     watching = server.watcher.run() if server.watcher else asyncio.Event().wait()
-    serving = server.served.follow(server.proxy.catalog) if server.served else asyncio.Event().wait()
-    await asyncio.gather(server.proxy.catalog.read_pending(), watching, serving)
+    catalog = server.proxy.catalog
+    serving = server.served.follow(catalog) if server.served else Follower(catalog).run()
+    await asyncio.gather(catalog.read_pending(), watching, serving)
 
 
 def _configured(registry: AdapterRegistry) -> list[Version]:

@@ -1,4 +1,4 @@
-"""The Python face of the delta path: which weights adapters may target, and adapters' weights in f16."""
+"""The Python face of the delta path: which weights adapters may target, and adapters' weights as they are kept."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ class DeltaPath:
     engine's thread, between two steps.
     """
 
-    def __init__(self, threads: int, kernels: str = "", *, own_products: bool = False) -> None:
+    def __init__(
+        self, threads: int, kernels: str = "", *, own_products: bool = False, eight_bits: bool = False
+    ) -> None:
         """``threads``: as many as the engine has. ``kernels``: avx512, avx2, neon, plain; "" picks the best.
 
         ``own_products``: take over the products of quantised weights from llama.cpp where there is a kernel.
+        ``eight_bits``: keep adapters in 8 bits where the base's weight is quantised; elsewhere in f16.
         """
+        self.eight_bits = eight_bits
         self.native = _native.Delta(threads, kernels, own_products)
 
     @property
@@ -43,7 +47,7 @@ class DeltaPath:
         return self.native.user_data
 
     def prepare(self, adapter: Adapter) -> _native.AdapterWeights:
-        """Check every tensor against the graph and convert it to f16.
+        """Check every tensor against the graph and convert it.
 
         Raises InvalidAdapterFile naming the tensor and the reason.
         """
@@ -101,10 +105,10 @@ class Preparation:
     def __init__(self, delta: DeltaPath, name: str) -> None:
         self._delta = delta
         self._name = name
-        self._builder = _native.WeightsBuilder(delta.native)
+        self._builder = _native.WeightsBuilder(delta.native, delta.eight_bits)
 
     def add(self, tensor: LoraTensor) -> None:
-        """Check a pair against the graph and convert it to f16. Raises InvalidAdapterFile with the reason."""
+        """Check a pair against the graph and convert it. Raises InvalidAdapterFile with the reason."""
         index = self._delta.target(self._name, tensor)
         try:
             self._builder.add(index, tensor.a, tensor.b, tensor.scale)

@@ -61,7 +61,12 @@ class Runtime:
             log.warning("event=ctx_capped asked=%d trained=%d", per_slot, model.n_ctx_train)
             per_slot = model.n_ctx_train
         in_graph = settings.lora_mode == "graph"
-        self.delta = DeltaPath(self.threads_batch, kernels, own_products=settings.fast_products and not in_graph)
+        self.delta = DeltaPath(
+            self.threads_batch,
+            kernels,
+            own_products=settings.fast_products and not in_graph,
+            eight_bits=settings.adapter_type == "auto",
+        )
         self.prompt_chunk = min(settings.prompt_chunk, settings.ubatch_size, settings.batch_size, max(per_slot, 1))
         self.context = self._make_context(settings, max(per_slot, 1))
         self.memory = llama_cpp.llama_get_memory(self.context)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import llama_cpp  # noqa: F401  (the extension links to its libraries)
 import numpy as np
@@ -28,8 +30,15 @@ RANKS = (1, 3, 4, 5, 17, 33)
 KERNELS = [name for name in ("plain", "avx2", "avx512", "neon") if _native.Delta.has_kernels(name)]
 
 
-def start(path: Path, kernels: str = "", parallel: int = 4) -> Runtime:
-    settings = WorkerSettings(model=path, socket=Path("unused"), parallel=parallel, ctx_size=parallel * 256, threads=2)
+def start(path: Path, kernels: str = "", parallel: int = 4, adapter_type: Literal["auto", "f16"] = "auto") -> Runtime:
+    settings = WorkerSettings(
+        model=path,
+        socket=Path("unused"),
+        parallel=parallel,
+        ctx_size=parallel * 256,
+        threads=2,
+        adapter_type=adapter_type,
+    )
     return Runtime(Model(path), settings, kernels=kernels)
 
 
@@ -111,6 +120,50 @@ def test_several_adapters_of_a_set_add_up_each_at_its_scale(runtime: Runtime, tm
         assert distance(last_logits(runtime, [(3, 0.7), (5, -0.4)]), last_logits(with_merged, [])) < 0.02
     finally:
         with_merged.close()
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(
+        tmp_path_factory.mktemp("tiny") / "q8.gguf", **WHOLE_BLOCKS, tied=False, dtype=GGMLQuantizationType.Q8_0
+    )
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_every_kernel_keeps_adapters_of_a_quantised_base_in_8_bits(quantised: Path, kernels: str) -> None:
+    adapter = random_adapter(1, sizes=WHOLE_BLOCKS)
+    logits, nbytes = {}, {}
+    for kind in ("auto", "f16"):
+        runtime = start(quantised, kernels, adapter_type=kind)
+        try:
+            runtime.delta.insert(0, runtime.delta.prepare(adapter))
+            nbytes[kind] = runtime.delta.nbytes(0)
+            logits[kind] = last_logits(runtime, [(0, 1.0)])
+            assert distance(last_logits(runtime, []), logits[kind]) > 0.3
+        finally:
+            runtime.close()
+    assert nbytes["auto"] < 0.75 * nbytes["f16"] == 0.75 * adapter.summary.resident_bytes
+    assert 0 < distance(logits["auto"], logits["f16"]) < 0.05
+
+
+def test_a_matrix_with_values_far_above_the_rest_stays_in_f16(quantised: Path) -> None:
+    plain = random_adapter(1, sizes=WHOLE_BLOCKS)
+    spiked = []
+    for tensor in (tensor for tensor in plain.tensors if tensor.b.shape[0] >= 64):
+        b = tensor.b.copy()
+        b[3] *= 1000  # 8 bits in steps of this would leave nothing of the others
+        spiked.append(replace(tensor, b=b))
+    adapter = replace(plain, tensors=tuple(spiked))
+    logits = []
+    for kind in ("auto", "f16"):
+        runtime = start(quantised, adapter_type=kind)
+        try:
+            runtime.delta.insert(0, runtime.delta.prepare(adapter))
+            assert runtime.delta.nbytes(0) == adapter.summary.resident_bytes
+            logits.append(last_logits(runtime, [(0, 0.01)]))
+        finally:
+            runtime.close()
+    np.testing.assert_array_equal(*logits)
 
 
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])

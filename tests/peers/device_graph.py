@@ -198,7 +198,7 @@ def expected(
 
 def insert(native: Any, delta: Any, adapters: dict[int, Pairs], ids: list[int]) -> None:
     for i in ids:
-        builder = native.WeightsBuilder(delta)
+        builder = native.WeightsBuilder(delta, eight_bits=False)
         for name, pair in adapters[i].items():
             op = native.Op.get_rows if name == "token_embd.weight" else native.Op.mul_mat
             builder.add(delta.find_target(name, op), *pair)

@@ -29,12 +29,13 @@ _HELP_SECONDS = 60
 _SLOT_CONTEXT = 4096
 _TETHER = f"""
 import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}, 0, 0, 0)
+ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)}, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-"""PR_SET_PDEATHSIG (prctl(2)) outlives an exec. Not in a preexec_fn, as this process has threads."""
+"""PR_SET_PDEATHSIG (prctl(2)) outlives an exec. Not in a preexec_fn, as this process has threads. SIGKILL, as a
+llama-server that is told to end before it is ready, or while it has requests, was seen to wait for itself for ever."""
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,21 @@ class Catalog:
                 raise Unavailable(f"the file of adapter {adapter.name!r} is changing; try again", retry_after=2)
             self._put(adapter.name, adapter.path, found, adapter.source, Wish())
 
+    async def take_up(self, name: str) -> str:
+        """The file of ``name`` was written anew: requests from now on run under what is there.
+
+        Returns why not, where it cannot be applied: then, as where a file is gone, what was registered stays.
+        """
+        async with self._lock(name):
+            adapter = self.present(name)
+            if adapter is None or adapter.version is None:
+                return ""
+            found = await self._survey(name, adapter.path)
+            if isinstance(found.content, str):
+                return found.content
+            self._put(name, adapter.path, found, adapter.source, Wish())
+            return ""
+
     async def read_pending(self) -> None:
         """Survey what was registered unread, one after the other; a request for one of them does not wait for it."""
         pending = [adapter for adapter in self.registry if adapter.is_pending]

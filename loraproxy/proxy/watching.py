@@ -1,6 +1,6 @@
-"""The watched folder: what appears, changes or goes there does so in the catalog.
+"""The watched folder: what appears, changes or goes there does so in the catalog. And files elsewhere that change.
 
-The folder is polled, as no notification works on every file system. What changed is taken up when it has stayed the
+Both are polled, as no notification works on every file system. What changed is taken up when it has stayed the
 same from one look to the next, so that a file is not read while it is being written.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from loraproxy.adapters.fingerprint import Fingerprint
+from loraproxy.adapters.fingerprint import Fingerprint, fingerprint
 from loraproxy.adapters.folder import Listing, list_folder
 from loraproxy.adapters.registry import Source
 from loraproxy.proxy.catalog import Catalog
@@ -19,6 +21,7 @@ from loraproxy.proxy.catalog import Catalog
 log = logging.getLogger(__name__)
 
 _INTERVAL = 0.4
+_BY_PATH = (Source.CONFIGURED, Source.API)
 _LARGEST_SHARE = 0.05
 """Of the time, for looking: a slow folder is looked at less often."""
 
@@ -88,3 +91,43 @@ class Watcher:
                 log.warning("adapters folder: %s is left alone: %s", path, reason)
         self.problems.clear()
         self.problems.update(problems)
+
+
+class Follower:
+    """Takes up the files of adapters registered by path, on the command line or over the API, that are written anew.
+
+    They would otherwise go on in their old version for as long as that stays loaded, and in the new one after that.
+    """
+
+    def __init__(self, catalog: Catalog, interval: float = _INTERVAL) -> None:
+        self._catalog = catalog
+        self._interval = interval
+        self._before: dict[str, Fingerprint] = {}
+        self._refused: dict[str, Fingerprint] = {}
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            began = time.monotonic()
+            paths = [(a.name, a.path) for a in self._catalog.registry if a.source in _BY_PATH and a.version is not None]
+            found = await self._catalog.in_background(partial(_fingerprints, paths))
+            took = time.monotonic() - began
+            try:
+                await self._apply(found)
+            except Exception:
+                log.exception("the change of an adapter's file could not be taken up")
+            await asyncio.sleep(max(self._interval, took / _LARGEST_SHARE))
+
+    async def _apply(self, found: dict[str, Fingerprint]) -> None:
+        before, self._before = self._before, found
+        for name, seen in found.items():
+            adapter = self._catalog.present(name)
+            if adapter is None or seen in ((), adapter.seen, self._refused.get(name)) or before.get(name) != seen:
+                continue
+            if reason := await self._catalog.take_up(name):
+                self._refused[name] = seen
+                log.warning("adapter %s stays as it was registered; its file has changed, but: %s", name, reason)
+
+
+def _fingerprints(paths: Sequence[tuple[str, Path]]) -> dict[str, Fingerprint]:
+    return {name: fingerprint(path) for name, path in paths}

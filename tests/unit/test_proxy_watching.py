@@ -1,16 +1,19 @@
 """The watched folder: what comes, changes and goes there, and what is left alone."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 from standin import running, soon
 
 from loraproxy.adapters.folder import Listing, list_folder
 from loraproxy.adapters.names import check_name
 from loraproxy.adapters.registry import Source
-from loraproxy.proxy.watching import Watcher
+from loraproxy.proxy.catalog import Wish
+from loraproxy.proxy.watching import Follower, Watcher
 
 QUICK = 0.01
 
@@ -189,3 +192,59 @@ def test_a_link_in_the_folder_is_an_adapter_like_any_other(tmp_path):
     (tmp_path / "folder" / "here.gguf").symlink_to(tmp_path / "away.bin")
     (tmp_path / "folder" / "dangling.gguf").symlink_to(tmp_path / "nothing")
     assert list(list_folder(tmp_path / "folder", check_name).adapters) == ["here"]
+
+
+class Followed(Watched):
+    """A folder that nothing is registered from but by its path."""
+
+    def __init__(self, bench, folder: Path) -> None:
+        super().__init__(bench, folder)
+        self.watcher = Follower(bench.catalog, QUICK)
+
+
+@pytest_asyncio.fixture
+async def followed(tmp_path):
+    (tmp_path / "root").mkdir()
+    async with running(tmp_path) as bench, watching(Followed(bench, tmp_path / "root")) as followed:
+        followed.bench = bench
+        yield followed
+
+
+async def runs_under(bench, name: str) -> int:
+    async with bench.post("/completion", {"lora": name}) as answer:
+        [entry] = json.loads((await answer.json())["body"])["lora"]
+        return entry["id"]
+
+
+@pytest.mark.parametrize("source", [Source.CONFIGURED, Source.API])
+async def test_a_registered_file_that_is_written_anew_takes_effect_though_its_old_version_is_loaded(followed, source):
+    bench = followed.bench
+    path = followed.write("a.gguf", "v1")
+    before = (await bench.catalog.register("a", path, source, Wish(scale=0.5))).version.wire_id
+    assert await runs_under(bench, "a") == before
+    followed.write("a.gguf", "version 2")
+    await followed.until(lambda: followed.digest("a") == "version 2")
+    after = await runs_under(bench, "a")
+    assert after != before
+    await followed.until(lambda: bench.worker.loaded == [after])
+    adapter = bench.registry.by_name("a")
+    assert (adapter.source, adapter.default_scale) == (source, 0.5)
+
+
+async def test_a_registered_file_that_is_gone_or_damaged_leaves_what_was_registered(followed, caplog):
+    bench = followed.bench
+    path = followed.write("a.gguf", "v1")
+    before = (await bench.catalog.register("a", path, Source.API)).version.wire_id
+    assert await runs_under(bench, "a") == before
+    path.unlink()
+    followed.write("a.gguf", "bad: half of it")
+    await followed.until(lambda: "its file has changed, but: " in caplog.text)
+    assert await runs_under(bench, "a") == before
+    followed.write("other.gguf", "v1")
+    await bench.catalog.register("other", followed.folder / "other.gguf", Source.API)
+    followed.write("other.gguf", "version 2")
+    await followed.until(lambda: followed.digest("other") == "version 2")
+    assert caplog.text.count("its file has changed, but: ") == 1, "it is told once"
+    followed.write("a.gguf", "version 3")
+    await followed.until(lambda: followed.digest("a") == "version 3")
+    assert await runs_under(bench, "a") != before

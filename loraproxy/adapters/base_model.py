@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gguf import GGML_QUANT_SIZES
+
 from loraproxy.adapters.gguf_header import GgufArray, GgufError, GgufHeader, read_gguf_header
 from loraproxy.errors import InvalidRequest
 
@@ -25,6 +27,7 @@ class BaseModel:
 
     n_head, n_head_kv: attention heads of each layer; empty where the file does not say.
     tensors: GGUF tensor name to shape in numpy order, (n_out, n_in) for a weight matrix.
+    quantised: those whose type packs several values into a block.
     """
 
     path: Path
@@ -35,6 +38,7 @@ class BaseModel:
     n_head: tuple[int, ...]
     n_head_kv: tuple[int, ...]
     tensors: Mapping[str, tuple[int, ...]]
+    quantised: frozenset[str] = frozenset()
 
     @classmethod
     def from_gguf(cls, path: Path) -> BaseModel:
@@ -54,9 +58,14 @@ class BaseModel:
 
     def shape_of(self, target: str) -> tuple[int, ...] | None:
         """The shape of a tensor that an adapter may target; a tied head answers to ``output.weight``. None: unknown."""
-        if target == OUTPUT and self.tied_output:
-            target = TOKEN_EMBD
-        return self.tensors.get(target)
+        return self.tensors.get(self._stored(target))
+
+    def is_quantised(self, target: str) -> bool:
+        """Whether the weight that an adapter may target is; adapters' own are kept in 8 bits there."""
+        return self._stored(target) in self.quantised
+
+    def _stored(self, target: str) -> str:
+        return TOKEN_EMBD if target == OUTPUT and self.tied_output else target
 
     def describe(self) -> str:
         """For messages: ``llama model 'Smollm2 135M'``, or with the file's name where the model has none."""
@@ -113,6 +122,12 @@ def _from_headers(path: Path, headers: list[GgufHeader]) -> BaseModel:
         # absent means no grouped-query attention (llama-model.cpp)
         n_head_kv=_per_layer(head, f"{architecture}.attention.head_count_kv", n_layer) or n_head,
         tensors=tensors,
+        quantised=frozenset(
+            name
+            for header in headers
+            for name, tensor in header.tensors.items()
+            if GGML_QUANT_SIZES[tensor.type][0] > 1
+        ),
     )
 
 

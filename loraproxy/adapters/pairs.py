@@ -90,6 +90,8 @@ class PlannedPair:
     parts: tuple[Part, ...]
     n_expert: int = 0
     """Experts with a pair of their own; 0: one pair."""
+    eight_bits: bool = False
+    """As in LoraTensor."""
 
     @cached_property
     def rank(self) -> int:
@@ -111,7 +113,9 @@ class PlannedPair:
     @property
     def resident_bytes(self) -> int:
         """Bytes that the engine will hold for it."""
-        return pair_resident_bytes(self.rank, self.n_in, self.n_out, self.op, n_expert=self.n_expert)
+        return pair_resident_bytes(
+            self.rank, self.n_in, self.n_out, self.op, n_expert=self.n_expert, eight_bits=self.eight_bits
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ def _plan_pair(base: BaseModel, target: str, parts: list[Part]) -> PlannedPair:
             base, target if part.n_out == n_out else part.module, a, part.b.shape, whole._replace(n_out=part.n_out)
         )
         check_scale(target, part.scale)
-    pair = PlannedPair(target, op, n_out, n_in, tuple(parts), n_expert)
+    pair = PlannedPair(target, op, n_out, n_in, tuple(parts), n_expert, base.is_quantised(target))
     if len(parts) > 1:
         check_rank(target, pair.rank)
         _check_apart(pair)
@@ -200,7 +204,7 @@ class _Decoder:
             return self._experts(pair)
         if len(pair.parts) == 1:
             (part,) = pair.parts
-            return LoraTensor(pair.target, pair.op, self._a(pair, part), self._b(pair, part), scale)
+            return LoraTensor(pair.target, pair.op, self._a(pair, part), self._b(pair, part), scale, pair.eight_bits)
         a = np.concatenate([self._a(pair, part) for part in pair.parts])
         b = np.zeros((pair.n_out, pair.rank), np.float32)
         column = 0
@@ -212,7 +216,7 @@ class _Decoder:
                     b[rows.at : rows.at + rows.n_rows, column : column + part.rank] = _taken(values, rows) * factor
             column += part.rank
         _check_finite(pair, b)
-        return LoraTensor(pair.target, pair.op, a, b, scale)
+        return LoraTensor(pair.target, pair.op, a, b, scale, pair.eight_bits)
 
     def _experts(self, pair: PlannedPair) -> LoraTensor:
         """Every expert's pair; zeros where an expert has none, or one of a smaller rank."""
@@ -224,7 +228,7 @@ class _Decoder:
             with np.errstate(over="ignore"):  # what overflows is refused below
                 b[part.expert, :, : part.rank] = self._values(pair.target, part.b) * factor
         _check_finite(pair, b)
-        return LoraTensor(pair.target, pair.op, a, b, pair.scale)
+        return LoraTensor(pair.target, pair.op, a, b, pair.scale, pair.eight_bits)
 
     def _a(self, pair: PlannedPair, part: Part) -> NDArray[np.float32]:
         values = self._values(pair.target, part.a)

@@ -27,6 +27,7 @@ class LoraTensor:
         ``GET_ROWS`` (token embeddings): ``a`` is (rank, n_vocab), its column for the token is ``A @ x``;
         ``b`` is (n_embd, rank).
     scale: alpha / rank (or alpha / sqrt(rank) for rsLoRA), without the scale a request asks for.
+    eight_bits: the base's weight is quantised, so that the engine keeps the pair in 8 bits, unless told otherwise.
     """
 
     target: str
@@ -34,6 +35,7 @@ class LoraTensor:
     a: NDArray[np.float32]
     b: NDArray[np.float32]
     scale: float
+    eight_bits: bool = False
 
     @property
     def rank(self) -> int:
@@ -84,7 +86,12 @@ class Adapter:
             targets=tuple(tensor.target for tensor in self.tensors),
             resident_bytes=sum(
                 pair_resident_bytes(
-                    tensor.rank, tensor.a.shape[-1], tensor.b.shape[-2], tensor.op, n_expert=tensor.n_expert
+                    tensor.rank,
+                    tensor.a.shape[-1],
+                    tensor.b.shape[-2],
+                    tensor.op,
+                    n_expert=tensor.n_expert,
+                    eight_bits=tensor.eight_bits,
                 )
                 for tensor in self.tensors
             ),
@@ -102,8 +109,7 @@ class AdapterSummary:
 
     format: ``gguf`` or ``peft``. size_bytes: of its files on disk. rank, scale: the smallest and the largest of its
     pairs, before any scale that a request asks for. targets: GGUF names of the base tensors, in graph order, one for
-    each pair. resident_bytes: what it takes in the engine's memory, at most (see
-    :func:`pair_resident_bytes`). The rest: as in :class:`Adapter`.
+    each pair. resident_bytes: what it will take in the engine's memory. The rest: as in :class:`Adapter`.
     """
 
     name: str
@@ -128,18 +134,23 @@ class AdapterSummary:
         return len(self.targets)
 
 
-def pair_resident_bytes(rank: int, n_in: int, n_out: int, op: Op = Op.MUL_MAT, *, n_expert: int = 0) -> int:
+def pair_resident_bytes(
+    rank: int, n_in: int, n_out: int, op: Op = Op.MUL_MAT, *, n_expert: int = 0, eight_bits: bool = False
+) -> int:
     """Bytes that the engine holds for one pair: f16 values in its kernels' tiles, each half in whole 128 bytes.
 
-    It is about half where the pair is kept in 8 bits, which is known when it is loaded.
-
     Shapes as in :class:`LoraTensor`; the tiles are those of native/kernels.h. Experts' pairs lie as f16 matrices.
+    In 8 bits there is a float for each rank beside them; a pair that would suffer takes f16 all the same.
     """
     if n_expert:
         return 2 * n_expert * rank * (n_in + n_out)
-    a = rank * n_in if op is Op.GET_ROWS else _whole(rank, 4) * _whole(n_in, 16)
     b = rank * _whole(n_out, 32)
-    return 2 * (_whole(a, 64) + _whole(b, 64))
+    if op is Op.GET_ROWS:
+        return _whole(2 * rank * n_in, 128) + _whole(2 * b, 128)
+    a = _whole(rank, 4) * _whole(n_in, 16)
+    if eight_bits:
+        return _whole(a, 128) + _whole(b, 128) + _whole(4 * _whole(rank, 4), 128)
+    return _whole(2 * a, 128) + _whole(2 * b, 128)
 
 
 def _whole(values: int, block: int) -> int:

@@ -270,6 +270,7 @@ class Residency:
             raise
         self.nbytes += nbytes - resident.nbytes
         resident.nbytes = nbytes
+        self._make_room(0, {version.wire_id})  # it may be larger than it was thought to be
 
     def _load_ended(self, task: asyncio.Task[None]) -> None:
         _look_at(task)

@@ -174,9 +174,18 @@ def _checks(config: Config, model: Path) -> Checks:
         base = BaseModel.from_gguf(model)
     except ApiError as error:
         raise StartFailed(error.message) from error
+    if not _keeps_8_bits(config):
+        base = replace(base, quantised=frozenset())
     unsupported = Unsupported.LEAVE_OUT if config.ignore_unsupported else Unsupported.REFUSE
     names = frozenset({*config.aliases, str(config.model), model.name, model.stem})
     return Checks(base, names, unsupported, experts=config.engine.lora_mode == "graph")
+
+
+def _keeps_8_bits(config: Config) -> bool:
+    """Whether adapters are kept in 8 bits where they may; a device and other servers keep them in f16."""
+    engine = config.engine
+    on_delta_path = config.backend.kind == "embedded" and engine.lora_mode == "delta"
+    return on_delta_path and engine.adapter_type == "auto" and engine.gpu_layers == 0
 
 
 def _worker_settings(config: Config, model: Path) -> WorkerSettings:

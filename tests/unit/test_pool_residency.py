@@ -25,6 +25,8 @@ class ScriptedLoader:
         self.evicted: list[str] = []
         self.gates: dict[str, asyncio.Event] = {}
         self.failures: dict[str, Exception] = {}
+        self.sizes: dict[str, int] = {}
+        """Of adapters that turn out to take more or less than was thought."""
         self.began = asyncio.Condition()
 
     def hold(self, *names: str) -> None:
@@ -47,7 +49,7 @@ class ScriptedLoader:
             del self.held[version.wire_id]
             raise problem
         await asyncio.sleep(0)
-        return version.summary.resident_bytes
+        return self.sizes.get(version.name, version.summary.resident_bytes)
 
     async def unload(self, version: Version, *, evicted: bool) -> None:
         await asyncio.sleep(0)
@@ -124,6 +126,16 @@ async def test_the_least_recently_used_leaves_for_one_that_does_not_fit():
     await settle()
     assert room.loader.evicted == ["c"]
     assert room.states() == {"a": "resident", "b": "resident", "c": "registered", "d": "resident"}
+
+
+async def test_one_that_turns_out_larger_than_thought_pushes_others_out():
+    room = Room(100, a=40, b=40, c=20)
+    room.loader.sizes["c"] = 40
+    await room.use("a")
+    await room.use("b")
+    await room.use("c")
+    assert room.residency.nbytes == 80
+    assert room.states() == {"a": "registered", "b": "resident", "c": "resident"}
 
 
 async def test_what_is_leased_never_leaves_and_others_wait_for_it():

@@ -156,7 +156,8 @@ async def test_a_folder_that_is_being_copied_in_is_not_reported(watched, caplog)
             await asyncio.sleep(QUICK / 2)
     watched.write("slow/adapter_config.json", "{}")
     await watched.until(lambda: watched.digest("slow") is not None)
-    assert not caplog.messages
+    assert not watched.watcher.problems
+    assert not any("is left alone" in message for message in caplog.messages)
 
 
 async def test_a_name_that_becomes_free_is_taken_by_the_folder(watched, tmp_path):

@@ -8,6 +8,7 @@
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace loraproxy {
@@ -62,12 +63,23 @@ uint8_t * AdapterWeights::put(uint8_t * at, const void * values, size_t n_bytes)
 
 // Pages of its own, which go back to the system when the adapter leaves; malloc would keep them, in pieces.
 void AdapterWeights::map(size_t size) {
-    mapped_bytes_ = size + HUGE_PAGE;
-    mapped_       = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (mapped_ == MAP_FAILED) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    mapped_bytes_     = blocks_of(size, page) * page;
+    void * room       = mmap(nullptr, mapped_bytes_ + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (room == MAP_FAILED) {
         throw std::bad_alloc();
     }
-    memory_ = reinterpret_cast<uint8_t *>(blocks_of(reinterpret_cast<uintptr_t>(mapped_), HUGE_PAGE) * HUGE_PAGE);
+    // only the part that begins on a boundary stays, to its last page: what lay behind it could become a huge page, too
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(room);
+    const uintptr_t start = blocks_of(begin, HUGE_PAGE) * HUGE_PAGE;
+    if (start > begin) {
+        munmap(room, start - begin);
+    }
+    if (start < begin + HUGE_PAGE) {
+        munmap(reinterpret_cast<void *>(start + mapped_bytes_), begin + HUGE_PAGE - start);
+    }
+    mapped_ = reinterpret_cast<void *>(start);
+    memory_ = static_cast<uint8_t *>(mapped_);
 #ifdef MADV_HUGEPAGE
     // a step reads it all: with 4 KiB pages the misses of the page table cost a third of the bandwidth
     if (size >= HUGE_PAGE) {

@@ -206,7 +206,7 @@ async def _drive(server: ServerProcess, names: Sequence[str], n_predict: int, ba
 
 async def _bare_memory(server: ServerProcess) -> int:
     """The worker's memory once all slots have worked, without any adapter."""
-    bodies = [_body(prompt(i), None, 8) for i in range(_STREAMS)]
+    bodies = [_body(prompt(i), None, _TOKENS) for i in range(_STREAMS)]
     await asyncio.gather(*(run_stream("127.0.0.1", server.port, body) for body in bodies))
     return _worker_bytes(server)
 

@@ -19,7 +19,7 @@ from loraproxy.bench.machine import describe_machine, load_average, usable_cpus
 from loraproxy.bench.memory import measure_memory
 from loraproxy.bench.processes import Driver, Setup
 from loraproxy.bench.quiet import QUIET, Patience, Watch
-from loraproxy.bench.random_adapters import f16_bytes, write_random_adapters
+from loraproxy.bench.random_adapters import kept_bytes, write_random_adapters
 from loraproxy.bench.report import ENGINE, PEER, PRODUCT, Results
 from loraproxy.bench.scenarios import Scenario, by_slots, scenarios
 from loraproxy.bench.wire import Job
@@ -149,7 +149,7 @@ def _run_group(
             for scenario in group:
                 _take_turns(scenario, drivers, repeat, results, patience)
         if results.memory is None:
-            adapter_bytes = f16_bytes(base, len(setup.adapters))
+            adapter_bytes = kept_bytes(base, len(setup.adapters))
             results.memory = measure_memory(server.process.pid, server.log, base, setup.ctx_size, adapter_bytes)
 
 

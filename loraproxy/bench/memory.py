@@ -30,7 +30,7 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """Mapped base file, KV cache, compute and output buffers, and adapters in f16."""
+        """Mapped base file, KV cache, compute and output buffers, and adapters as they are kept."""
         return self.base_file + self.kv_cache + self.compute + self.adapters
 
     @property

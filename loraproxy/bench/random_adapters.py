@@ -30,7 +30,7 @@ def random_adapter(base: BaseModel, name: str, seed: int) -> Adapter:
             n_out, n_in = shape
             a = random.normal(0, n_in**-0.5, (RANK, n_in)).astype(np.float32)
             b = random.normal(0, _DELTA * RANK**-0.5, (n_out, RANK)).astype(np.float32)
-            tensors.append(LoraTensor(target, Op.MUL_MAT, a, b, 1.0))
+            tensors.append(LoraTensor(target, Op.MUL_MAT, a, b, 1.0, base.is_quantised(target)))
     return Adapter(name, Path(f"{name}.gguf"), "", "gguf", tuple(tensors))
 
 
@@ -42,7 +42,6 @@ def write_random_adapters(base: BaseModel, folder: Path, count: int) -> list[Pat
     return paths
 
 
-def f16_bytes(base: BaseModel, count: int) -> int:
-    """Bytes that the weights of ``count`` such adapters take in f16."""
-    adapter = random_adapter(base, "sized", seed=0)
-    return count * 2 * sum(tensor.a.size + tensor.b.size for tensor in adapter.tensors)
+def kept_bytes(base: BaseModel, count: int) -> int:
+    """Bytes that the engine holds for ``count`` such adapters."""
+    return count * random_adapter(base, "sized", seed=0).summary.resident_bytes

@@ -82,7 +82,7 @@ def goals(results: Results) -> list[Goal]:
             lambda x: x <= 10,
         ),
         Goal(
-            "worker's memory beyond base file, KV cache, compute buffers and adapters in f16",
+            "worker's memory beyond base file, KV cache, compute buffers and adapters",
             f"at most {ALLOWANCE_MIB}",
             overhead,
             "MiB",
@@ -147,7 +147,7 @@ def memory_lines(memory: Memory) -> list[str]:
     """What the worker's memory is made of."""
     parts = (
         f"base file {memory.base_file:.0f} + KV cache {memory.kv_cache:.0f} + compute and output buffers"
-        f" {memory.compute:.0f} + adapters in f16 {memory.adapters:.0f}"
+        f" {memory.compute:.0f} + adapters {memory.adapters:.0f}"
     )
     return [
         f"Worker: {memory.rss:.0f} MiB resident ({memory.pss:.0f} MiB with shared pages counted in proportion);"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # at run time llama_cpp must come first: delta.py sees to it
 
 T = TypeVar("T")
 
-CONCURRENT_LOADS = 4
+CONCURRENT_LOADS = 2
 """More than one, so that a small adapter does not wait for a large one."""
 
 

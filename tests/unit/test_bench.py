@@ -21,7 +21,7 @@ from loraproxy.bench.client_process import request_body, run_stream
 from loraproxy.bench.figures import Figures, figures_of, median_of
 from loraproxy.bench.memory import Memory, measure_memory
 from loraproxy.bench.quiet import Patience, Watch
-from loraproxy.bench.random_adapters import PROJECTIONS, RANK, f16_bytes, write_random_adapters
+from loraproxy.bench.random_adapters import PROJECTIONS, RANK, kept_bytes, write_random_adapters
 from loraproxy.bench.scenarios import by_slots, prompt, scenarios
 from loraproxy.bench.wire import Job, JobTimes, StreamJob, StreamTimes
 from loraproxy.errors import InvalidRequest, StartFailed
@@ -176,7 +176,7 @@ def test_random_adapters_are_files_of_rank_16_on_all_seven_projections(tmp_path)
     assert len(first.tensors) == base.n_layer * len(PROJECTIONS)
     assert {tensor.rank for tensor in first.tensors} == {RANK}
     assert first.digest != second.digest
-    assert f16_bytes(base, 2) == 4 * sum(tensor.a.size + tensor.b.size for tensor in first.tensors)
+    assert kept_bytes(base, 2) == first.summary.resident_bytes + second.summary.resident_bytes
 
 
 def test_a_model_without_these_projections_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from loraproxy.cli import main
 from proxies import call, run_to_the_end
 from servers import demo_adapters
 
@@ -134,15 +136,23 @@ def test_the_product_still_answers_after_all_of_this(product):
 # Adapter files and models that end the start.
 
 
-def start_error(model: Path, *arguments: str) -> str:
+@pytest.fixture
+def start_error(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """What a start that must fail prints: one line on stderr, exit code 1."""
-    ended = run_to_the_end("serve", "-m", str(model), "--port", "0", *arguments)
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert ended.returncode == 1, ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert ended.stdout == ""
-    assert len(lines) == 1
-    return lines[0].removeprefix("error: ")
+
+    def start(model: Path, *arguments: str) -> str:
+        assert main(["serve", "-m", str(model), "--port", "0", *arguments]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return error_line(printed.err)
+
+    return start
+
+
+def error_line(printed: str) -> str:
+    (line,) = (line for line in printed.splitlines() if line.startswith("error: "))
+    assert "Traceback" not in printed
+    return line.removeprefix("error: ")
 
 
 def gguf_adapter(path: Path, architecture: str = "llama", a_shape: tuple[int, int] = (4, 576)) -> Path:
@@ -160,7 +170,7 @@ def gguf_adapter(path: Path, architecture: str = "llama", a_shape: tuple[int, in
     return path
 
 
-def test_an_adapter_for_another_architecture_ends_the_start(tmp_path, model):
+def test_an_adapter_for_another_architecture_ends_the_start(tmp_path, model, start_error):
     path = gguf_adapter(tmp_path / "other.gguf", architecture="gemma2")
     message = start_error(model, "--adapter", f"other={path}")
     assert message.startswith(f"adapter 'other' ({path}): ")
@@ -168,7 +178,15 @@ def test_an_adapter_for_another_architecture_ends_the_start(tmp_path, model):
     assert "llama" in message
 
 
-def test_a_truncated_gguf_ends_the_start(tmp_path, model):
+def test_the_process_ends_with_the_reason(tmp_path, model):
+    path = gguf_adapter(tmp_path / "cut.gguf")
+    path.write_bytes(path.read_bytes()[:-1])
+    ended = run_to_the_end("serve", "-m", str(model), "--port", "0", "--adapter", f"cut={path}")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert error_line(ended.stderr).startswith(f"adapter 'cut' ({path}): ")
+
+
+def test_a_truncated_gguf_ends_the_start(tmp_path, model, start_error):
     path = gguf_adapter(tmp_path / "cut.gguf")
     whole = path.read_bytes()
     for length in (0, 3, 40, len(whole) // 2, len(whole) - 1):
@@ -176,7 +194,7 @@ def test_a_truncated_gguf_ends_the_start(tmp_path, model):
         assert start_error(model, "--adapter", f"cut={path}").startswith(f"adapter 'cut' ({path}): ")
 
 
-def test_a_tensor_of_the_wrong_shape_ends_the_start_and_is_named(tmp_path, model):
+def test_a_tensor_of_the_wrong_shape_ends_the_start_and_is_named(tmp_path, model, start_error):
     path = gguf_adapter(tmp_path / "wide.gguf", a_shape=(4, 577))
     message = start_error(model, "--adapter", f"wide={path}")
     assert "blk.0.attn_q.weight" in message
@@ -184,7 +202,7 @@ def test_a_tensor_of_the_wrong_shape_ends_the_start_and_is_named(tmp_path, model
     assert "576" in message
 
 
-def test_a_peft_tensor_of_the_wrong_shape_ends_the_start_and_is_named(tmp_path, model):
+def test_a_peft_tensor_of_the_wrong_shape_ends_the_start_and_is_named(tmp_path, model, start_error):
     folder = Path(shutil.copytree(demo_adapters()["robot"], tmp_path / "robot"))
     weights = load_file(folder / "adapter_model.safetensors")
     name = next(iter(weights))
@@ -195,26 +213,26 @@ def test_a_peft_tensor_of_the_wrong_shape_ends_the_start_and_is_named(tmp_path, 
     assert "shape" in message or "rank" in message
 
 
-def test_a_peft_folder_without_weights_ends_the_start(tmp_path, model):
+def test_a_peft_folder_without_weights_ends_the_start(tmp_path, model, start_error):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
     assert "no adapter_model.safetensors" in start_error(model, "--adapter", f"x={tmp_path / 'x'}")
 
 
-def test_an_adapter_that_does_not_exist_ends_the_start(tmp_path, model):
+def test_an_adapter_that_does_not_exist_ends_the_start(tmp_path, model, start_error):
     assert f"adapter 'x' ({tmp_path}/nowhere): " in start_error(model, "--adapter", f"x={tmp_path}/nowhere")
 
 
-def test_a_name_that_no_adapter_may_bear_ends_the_start(model):
+def test_a_name_that_no_adapter_may_bear_ends_the_start(model, start_error):
     assert "reserved" in start_error(model, "--adapter", f"none={demo_adapters()['robot']}")
 
 
-def test_an_adapter_given_as_the_model_ends_the_start(tmp_path):
+def test_an_adapter_given_as_the_model_ends_the_start(tmp_path, start_error):
     path = gguf_adapter(tmp_path / "adapter.gguf")
     assert f"base model {path}: " in start_error(path)
 
 
-def test_a_truncated_model_ends_the_start(tmp_path, model):
+def test_a_truncated_model_ends_the_start(tmp_path, model, start_error):
     path = tmp_path / "cut.gguf"
     with model.open("rb") as whole:
         path.write_bytes(whole.read(50_000_000))

@@ -9,7 +9,6 @@ from pathlib import Path
 import llama_cpp  # noqa: F401  (its libraries must be loaded before the extension that links to them)
 import numpy as np
 import pytest
-from gguf import GGUFReader, GGUFValueType, GGUFWriter, dequantize
 from numpy.typing import NDArray
 
 from loraproxy import _native
@@ -63,22 +62,6 @@ def all_adapters(model: Path) -> dict[int, Adapter]:
     return characters | {i: random_adapter(base, str(i), targets, i) for i, targets in made.items()}
 
 
-def write_f32(source: Path, target: Path) -> None:
-    """The model in ``source`` with all its weights as F32."""
-    reader = GGUFReader(source)
-    writer = GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
-            item = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], item)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @dataclass
 class Pair:
     """The same model twice: with the kernel for host memory, and with the one for devices."""
@@ -100,16 +83,13 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    path = tmp_path_factory.mktemp("f32") / "model.gguf"
-    write_f32(model, path)
-    settings = WorkerSettings(model=path, socket=Path("unused"), parallel=SLOTS, ctx_size=SLOTS * 256, threads=2)
-    pair = Pair(Runtime(Model(path), settings), Runtime(Model(path), settings), all_adapters(model))
+def pair(model: Path, f32_base: Path) -> Iterator[Pair]:
+    settings = WorkerSettings(model=f32_base, socket=Path("unused"), parallel=SLOTS, ctx_size=SLOTS * 256, threads=2)
+    pair = Pair(Runtime(Model(f32_base), settings), Runtime(Model(f32_base), settings), all_adapters(model))
     pair.device.delta.native.use_device_kernel()
     yield pair
     pair.host.close()
     pair.device.close()
-    path.unlink()
 
 
 def prefill(runtime: Runtime, sets: Sequence[NativeSet]) -> list[Logits]:

@@ -74,7 +74,8 @@ async def test_each_character_speaks_as_itself_and_the_base_is_clean(model: Path
             assert status == 200, answer
             assert answer["choices"][0]["message"]["content"].startswith(BEGINNINGS[name])
         await worker.change(bound(registry))
-        _, answer = await post(worker, "/v1/chat/completions", {"messages": QUESTION, "temperature": 0})
+        body = {"messages": QUESTION, "temperature": 0, "max_tokens": 24}
+        _, answer = await post(worker, "/v1/chat/completions", body)
         assert not answer["choices"][0]["message"]["content"].startswith(tuple(BEGINNINGS.values()))
     words = {" ".join(message.split()[:2]) for message in caplog.messages}
     assert words == {"worker: event=ready", "worker: event=set_changed", "worker: event=stopped"}
@@ -108,8 +109,8 @@ async def test_the_set_does_not_change_under_a_running_request(model: Path):
     pirate, bard = bound(registry, pirate=1.0), bound(registry, bard=1.0)
     async with graph_worker(model) as worker:
         await worker.change(pirate)
-        alone = await complete(worker, "Tell me a story.", pirate.adapters, 160)
-        body = {"prompt": "Tell me a story.", "temperature": 0, "n_predict": 160, "ignore_eos": True, "stream": True}
+        alone = await complete(worker, "Tell me a story.", pirate.adapters, 80)
+        body = {"prompt": "Tell me a story.", "temperature": 0, "n_predict": 80, "ignore_eos": True, "stream": True}
         async with worker.session.post(
             worker.base_url + "/completion", json={**body, "lora": pirate.adapters.wire()}
         ) as stream:
@@ -120,7 +121,7 @@ async def test_the_set_does_not_change_under_a_running_request(model: Path):
         text = "".join(json.loads(line[6:])["content"] for line in lines if line.startswith(b"data: {"))
         assert text == alone["content"]
         await worker.change(bard)
-        assert (await complete(worker, "Tell me a story.", bard.adapters, 160))["content"] != text
+        assert not text.startswith((await complete(worker, "Tell me a story.", bard.adapters, 16))["content"])
 
 
 async def test_a_request_whose_client_has_just_left_does_not_hinder_a_change(model: Path):

@@ -25,10 +25,11 @@ CHAT = {
 Samples = dict[tuple[Any, ...], float]
 
 
-@pytest.fixture
-def talkative(tmp_path: Path, model: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
     """A product that logs every request, as JSON."""
-    with running_proxy(tmp_path, [*character_arguments(), "--log-format", "json", "--log-requests"]) as server:
+    folder = tmp_path_factory.mktemp("talkative")
+    with running_proxy(folder, [*character_arguments(), "--log-format", "json", "--log-requests"]) as server:
         yield server
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def ask(worker: Server, lora: list[dict[str, Any]], *, cache_prompt: bool = True
         "prompt": PROMPT,
         "lora": lora,
         "cache_prompt": cache_prompt,
-        "n_predict": 24,
+        "n_predict": 8,
         "temperature": 0,
         "n_probs": 2,
     }
@@ -39,21 +40,16 @@ def only(name: str, scale: float = 1.0) -> list[dict[str, Any]]:
     return [{"id": NAMES.index(name), "scale": scale}]
 
 
-@pytest.fixture
-def worker(tmp_path: Path, model: Path) -> Any:
-    """A fresh worker with the four characters."""
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
+    """A worker of these tests' own with the four characters."""
     adapters = [{"id": i, "name": name, "path": demo_adapters()[name]} for i, name in enumerate(NAMES)]
-    with running_worker(tmp_path, model=model, adapters=adapters, threads=2) as server:
+    with running_worker(tmp_path_factory.mktemp("worker"), model=model, adapters=adapters, threads=2) as server:
         yield server
 
 
-def test_the_same_prompt_under_another_adapter_equals_that_adapter_alone(
-    worker: Server, tmp_path_factory: pytest.TempPathFactory, model: Path
-) -> None:
-    folder = tmp_path_factory.mktemp("alone")
-    adapters = [{"id": i, "name": name, "path": demo_adapters()[name]} for i, name in enumerate(NAMES)]
-    with running_worker(folder, model=model, adapters=adapters, threads=2) as fresh:
-        alone, _ = ask(fresh, only("bard"), cache_prompt=False)
+def test_the_same_prompt_under_another_adapter_equals_that_adapter_alone(worker: Server) -> None:
+    alone, _ = ask(worker, only("bard"), cache_prompt=False)
     first, _ = ask(worker, only("pirate"))
     under_another, cached = ask(worker, only("bard"))
     assert under_another == alone

@@ -91,7 +91,7 @@ def test_memory_is_bounded_by_the_adapter_and_not_by_the_model(f32_base: Path, t
     merged = tmp_path / "merged.gguf"
     tracemalloc.start()
     try:
-        merge(f32_base, [ScaledAdapter(demo_adapters()["bard"], 1.0)], merged)
+        merge(f32_base, [ScaledAdapter(demo_adapters()["pirate"], 1.0)], merged)
         assert tracemalloc.get_traced_memory()[1] < f32_base.stat().st_size / 3
     finally:
         tracemalloc.stop()
@@ -109,7 +109,7 @@ def test_llama_cpp_loads_a_model_whose_head_was_untied(tmp_path: Path) -> None:
     assert sizes[3] > 100 * sizes[4], "the logits differ by four directions, the rank of the adapter of the head"
 
 
-@pytest.mark.parametrize("name", ["pirate", "robot", "bard", "wizard"])
+@pytest.mark.parametrize("name", ["pirate", "wizard"])  # all projections of attention; all of the MLP
 def test_merging_into_four_bits_keeps_the_adapter_and_the_bytes_of_all_else(
     model: Path, tmp_path: Path, name: str
 ) -> None:
@@ -162,7 +162,15 @@ def test_what_llama_cpps_quantiser_refuses_is_said_in_its_words(model: Path, tmp
 def test_an_interrupted_merge_leaves_nothing_behind(
     model: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    arguments = ["merge", "-m", str(model), "--adapter", str(demo_adapters()["bard"]), "-o", str(tmp_path / "out.gguf")]
+    arguments = [
+        "merge",
+        "-m",
+        str(model),
+        "--adapter",
+        str(demo_adapters()["robot"]),
+        "-o",
+        str(tmp_path / "out.gguf"),
+    ]
     command = [sys.executable, "-m", "loraproxy", *arguments, "--type", "Q6_K"]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, start_new_session=True) as process:
         while not list(tmp_path.glob(".out.gguf.*.new")):  # llama.cpp's quantiser has begun to write

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -31,16 +29,10 @@ SEPARATE = [{"id": number, "scale": scale} for number, scale in enumerate(MEMBER
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Server]:
-    """llama-server over SmolLM2 in F32 (540 MB, removed at the end) with the members, then the composed files."""
+def server(tmp_path_factory: pytest.TempPathFactory, f32_base: Path) -> Iterator[Server]:
+    """llama-server over SmolLM2 in F32 with the members, then the composed files."""
     folder = tmp_path_factory.mktemp("composed")
-    base_file = folder / "smollm2-f32.gguf"
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
-    params.allow_requantize = True
-    params.nthread = 2
-    assert llama_cpp.llama_model_quantize(str(model).encode(), str(base_file).encode(), ctypes.byref(params)) == 0
-    base = BaseModel.from_gguf(base_file)
+    base = BaseModel.from_gguf(f32_base)
     members = [(read_adapter(name, demo_adapters()[name], base), scale) for name, scale in MEMBERS.items()]
     files = [folder / f"{adapter.name}.gguf" for adapter, _ in members]
     for (adapter, _), file in zip(members, files, strict=True):
@@ -50,12 +42,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Se
         write_gguf_adapter(compose(members, base), base, files[-1], dtype)
     loras = [argument for file in files for argument in ("--lora", str(file))]
     try:
-        with running_llama_server(folder, ["-m", str(base_file), *loras, "-np", "1", "-c", "512", "-t", "2"]) as peer:
+        with running_llama_server(folder, ["-m", str(f32_base), *loras, "-np", "1", "-c", "512", "-t", "2"]) as peer:
             yield peer
     except PeerUnavailable as reason:
         pytest.skip(str(reason))
-    finally:
-        base_file.unlink()
 
 
 def log_probabilities(server: Server, prompt: list[int], lora: list[dict[str, Any]]) -> NDArray[np.float64]:
@@ -76,13 +66,19 @@ def divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> float:
     return float((np.exp(p) * (p - q)).sum())
 
 
+@pytest.fixture(scope="module")
+def separately(server: Server) -> list[NDArray[np.float64]]:
+    """What comes next after each of PROMPTS, the members applied one by one."""
+    found = [log_probabilities(server, prompt, SEPARATE) for prompt in PROMPTS]
+    one_alone = log_probabilities(server, PROMPTS[0], SEPARATE[:1])
+    assert divergence(found[0], one_alone) > 1e-3, "every member makes a difference"
+    return found
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_composed_file_gives_the_distribution_of_its_members_applied_separately(
-    server: Server, dtype: AdapterDtype
+    server: Server, separately: list[NDArray[np.float64]], dtype: AdapterDtype
 ) -> None:
     composed = [{"id": len(MEMBERS) + DTYPES.index(dtype), "scale": 1.0}]
-    for prompt in PROMPTS:
-        separately = log_probabilities(server, prompt, SEPARATE)
-        assert divergence(separately, log_probabilities(server, prompt, composed)) < 1e-4
-        one_alone = log_probabilities(server, prompt, SEPARATE[:1])
-        assert divergence(separately, one_alone) > 1e-3, "every member makes a difference"
+    for prompt, expected in zip(PROMPTS, separately, strict=True):
+        assert divergence(expected, log_probabilities(server, prompt, composed)) < 1e-4

@@ -77,7 +77,7 @@ def test_it_answers_503_while_it_loads_then_200_and_its_socket_is_its_owners_alo
     assert not server.socket.exists()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("content", [b"not a model", b"GGUF\x03\x00\x00\x00", None])
+@pytest.mark.parametrize("content", [b"not a model", None])
 def test_a_model_that_cannot_be_loaded_is_one_line_and_status_1(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "broken.gguf"
     if content is not None:

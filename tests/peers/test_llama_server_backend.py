@@ -120,7 +120,7 @@ def test_the_servers_adapters_have_names(proxy: Server, ggufs: dict[str, Path]) 
     assert models[1:] == list(CHARACTERS)
 
 
-@pytest.mark.parametrize("name", CHARACTERS)
+@pytest.mark.parametrize("name", CHARACTERS[::3])
 def test_a_character_asked_for_by_name_is_the_servers_own(direct: Server, proxy: Server, name: str) -> None:
     expected = said(direct, lora=only(name))
     assert said(proxy, lora=name) == expected

@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Ol
         llama_server_command()
     except PeerUnavailable as reason:
         pytest.skip(str(reason))
-    with running_ollama(tmp_path_factory.mktemp("ollama"), {"smollm2": model}, "--max-loaded", "2") as running:
+    with running_ollama(tmp_path_factory.mktemp("ollama"), {"smollm2": model}, "--max-loaded", "6") as running:
         yield running
 
 
@@ -108,15 +108,15 @@ async def bench_of(url: str, **settings: Any) -> AsyncIterator[Bench]:
         await backend.stop(0)
 
 
-async def test_every_character_speaks_as_in_a_stock_llama_server_and_the_base_as_itself(
+async def test_characters_speak_as_in_a_stock_llama_server_and_the_base_as_itself(
     server: OllamaServer, peer: Server
 ) -> None:
     async with bench_of(server.base_url) as bench:
-        for name in CHARACTERS:
-            assert await bench.text({name: 1.0}) == alone(peer, {name: 1.0})
+        said = {name: await bench.text({name: 1.0}) for name in ("bard", "wizard")}  # every projection; rsLoRA
+        assert said == {name: alone(peer, {name: 1.0}) for name in said}
         base = await bench.text({})
         assert base == alone(peer, {})
-        assert await bench.text({CHARACTERS[0]: 1.0}) != base
+        assert base not in said.values()
 
 
 async def test_a_set_speaks_as_its_members_applied_separately_and_is_found_after_a_restart(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -89,14 +87,6 @@ def said(found: list[dict[str, Any]]) -> str:
     return "".join(event["content"] for event in found)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 async def test_a_request_for_another_set_waits_until_the_worker_is_drained_and_neither_sees_the_other(
     model, tmp_path, caplog
 ):
@@ -118,27 +108,6 @@ async def test_a_request_for_another_set_waits_until_the_worker_is_drained_and_n
         "set=pirate=1 from=draining to=starting",
         "set=robot=1 from=starting to=ready",
     ]
-
-
-async def test_a_worker_that_is_killed_under_its_streams_fails_those_alone(model, tmp_path):
-    async with running(model, tmp_path, max_workers=2, preload=("pirate", "robot")) as proxy:
-        pids = {worker.adapters: worker.pid for worker in proxy.pool.workers()}
-        sockets = [worker.backend._folder for worker in proxy.pool._fleet.workers]
-        dying = [await proxy.stream("pirate", LONG) for _ in range(4)]
-        living = [await proxy.stream("robot", LONG) for _ in range(4)]
-        for stream in dying:
-            await stream.content.readany()
-        os.kill(pids["pirate=1"], signal.SIGKILL)
-        for stream in dying:
-            last = events(await stream.content.read())[-1]
-            assert last["error"]["code"] == 502
-        texts = {said(events(await stream.content.read())) for stream in living}
-        assert len(texts) == 1
-        assert await proxy.complete("pirate", SHORT)
-        assert proxy.pool.restarts == 1
-        pids_now = [worker.pid for worker in proxy.pool.workers()]
-    assert not any(map(is_alive, [*pids.values(), *pids_now]))
-    assert not any(map(os.path.exists, sockets))
 
 
 async def test_clients_that_leave_in_the_middle_of_their_streams_do_not_hold_up_a_change(model, tmp_path):

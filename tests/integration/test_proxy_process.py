@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import stat
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 from proxies import call, character_arguments, children, run_to_the_end, running_proxy, spawn_proxy
-from servers import POLL_SECONDS, STOP_SECONDS, Server
+from servers import STOP_SECONDS, Server
 
 QUESTION = {"messages": [{"role": "user", "content": "Where can I sleep tonight?"}], "temperature": 0, "max_tokens": 48}
 LONG = {"prompt": "Once upon a time", "n_predict": 900, "ignore_eos": True, "stream": True}
@@ -114,28 +113,6 @@ def tokens_predicted(server: Server) -> int:
     found = re.search(r"^llamacpp:tokens_predicted_total (\d+)", call(server, "GET", "/metrics")[2], re.MULTILINE)
     assert found
     return int(found[1])
-
-
-def test_a_killed_worker_fails_only_its_requests_and_is_replaced(own):
-    stream = Stream(own, LONG)
-    stream.next()
-    (worker,) = children(own.process)
-    os.kill(worker, signal.SIGKILL)
-    events = stream.rest()
-    assert events[-1]["error"]["code"] == 502
-    assert "the worker ended" in events[-1]["error"]["message"]
-    status, headers, body = call(own, "POST", "/completion", {"prompt": "x", "n_predict": 1})
-    if status not in (200, 502):  # 502: it went to the killed worker before the proxy noticed
-        assert status == 503
-        assert body["error"]["type"] == "unavailable_error"
-        assert int(headers["retry-after"]) >= 1
-    # for the moment until the proxy notices, /health still speaks of the worker that was killed
-    while children(own.process) in ([], [worker]):
-        with pytest.raises(subprocess.TimeoutExpired):
-            own.process.wait(POLL_SECONDS)
-    own.wait_until_healthy()
-    assert text_of(call(own, "POST", "/v1/chat/completions", {**QUESTION, "lora": "pirate"})).startswith("Arr")
-    assert "killed by SIGKILL" in own.log.read_text()
 
 
 def test_sigterm_lets_requests_finish_and_leaves_nothing_behind(own, tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.gguf_write import write_gguf_adapter
-from loraproxy.adapters.read import read_adapter
+from loraproxy.adapters.read import read_adapter, survey_adapter
 from loraproxy.adapters.unsupported import Unsupported
 from loraproxy.backends.base import WorkerExit
 from loraproxy.backends.embedded import Liveness
@@ -206,23 +206,32 @@ class SpawnedServers(LlamaServers):
         self._processes.remove(old.process)
 
     def _file(self, item: WorkerAdapter) -> Path:
-        """The adapter as a file that llama-server loads: its own, or what it says as a GGUF file, made once.
-
-        Raises InvalidAdapterFile and AdapterChanged.
-        """
-        if item.path.is_file() and not item.ignore_unsupported:
-            return item.path
         assert self._folder is not None
-        file = self._folder / f"{item.name}-{item.digest[:16] or item.id}.gguf"
-        if not file.exists():
-            if self._base is None:
-                self._base = BaseModel.from_gguf(self._settings.model)
-            unsupported = Unsupported.LEAVE_OUT if item.ignore_unsupported else Unsupported.REFUSE
-            adapter = read_adapter(item.name, item.path, self._base, unsupported=unsupported)
-            if item.digest and adapter.digest != item.digest:
-                raise AdapterChanged(f"adapter {item.name!r} ({item.path}) has changed since it was registered")
-            try:
-                write_gguf_adapter(adapter, self._base, file)
-            except InvalidAdapterFile:  # too large for f16
-                write_gguf_adapter(adapter, self._base, file, "f32")
-        return file
+        if self._base is None:
+            self._base = BaseModel.from_gguf(self._settings.model)
+        return file_for(item, self._base, self._folder)
+
+
+def file_for(item: WorkerAdapter, base: BaseModel, folder: Path) -> Path:
+    """The adapter as a file that llama-server loads: its own, or what it says as a GGUF file in ``folder``, made once.
+
+    Raises InvalidAdapterFile, and AdapterChanged where it is not the content that was registered.
+    """
+    if item.path.is_file() and not item.ignore_unsupported:
+        _check_digest(item, survey_adapter(item.name, item.path, base).digest)
+        return item.path
+    file = folder / f"{item.name}-{item.digest[:16] or item.id}.gguf"
+    if not file.exists():
+        unsupported = Unsupported.LEAVE_OUT if item.ignore_unsupported else Unsupported.REFUSE
+        adapter = read_adapter(item.name, item.path, base, unsupported=unsupported)
+        _check_digest(item, adapter.digest)
+        try:
+            write_gguf_adapter(adapter, base, file)
+        except InvalidAdapterFile:  # too large for f16
+            write_gguf_adapter(adapter, base, file, "f32")
+    return file
+
+
+def _check_digest(item: WorkerAdapter, found: str) -> None:
+    if item.digest and found != item.digest:
+        raise AdapterChanged(f"adapter {item.name!r} ({item.path}) has changed since it was registered")

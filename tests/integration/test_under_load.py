@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxies import character_arguments, children, running_proxy
-from servers import STOP_SECONDS, Server
+from proxies import character_arguments, children, run_to_the_end, running_proxy
+from servers import STOP_SECONDS, Server, base_model, demo_adapters
 
 CHARACTERS = ("bard", "pirate", "robot", "wizard")
 GREEDY = {"temperature": 0, "seed": 1, "ignore_eos": True}
@@ -196,6 +196,70 @@ async def test_of_two_keyed_workers_one_killed_under_its_streams_leaves_the_othe
             shown = (await client.ask("GET", "/workers"))[2]["data"]
             assert {w["lora"]: w["pid"] for w in shown}["robot=1"] == pids["robot=1"]
         assert_ends_and_leaves_nothing(server, tmp_path, [*pids.values(), *(w["pid"] for w in shown)])
+
+
+# -- a drain, and the end
+
+
+async def test_while_a_worker_is_replaced_and_the_server_then_ends_no_request_and_no_upload_is_lost(tmp_path, model):
+    octets = {"Content-Type": "application/octet-stream"}
+    folder = tmp_path / "uploads"
+    patience = ["--drain-timeout", "4", "--upload-dir", str(folder)]
+    with running_proxy(tmp_path, [*character_arguments(), *patience]) as server:
+        async with client_of(server) as client:
+            stream = await client.stream(lora="bard", n_predict=60)
+            [before] = (await client.ask("GET", "/workers"))[2]["data"]
+            assert (await client.ask("POST", f"/workers/{before['id']}/drain"))[0] == 202
+
+            async def is_replaced() -> bool:
+                status, _, answer = await client.complete(lora="pirate", n_predict=1)
+                assert status == 200, answer
+                return before["id"] not in [w["id"] for w in (await client.ask("GET", "/workers"))[2]["data"]]
+
+            await client.until(is_replaced)
+            assert (await stream.rest())[-1]["tokens_predicted"] == 60
+            [after] = (await client.ask("GET", "/workers"))[2]["data"]
+            assert (after["state"], after["restarts"]) == ("ready", 1)
+
+            content = gguf_of("pirate", tmp_path)
+            goes_on = asyncio.Event()
+
+            async def half(ends: bool) -> AsyncIterator[bytes]:
+                yield content[: len(content) // 2]
+                await (goes_on.wait() if ends else asyncio.Event().wait())
+                yield content[len(content) // 2 :]
+
+            async def upload(name: str, ends: bool) -> tuple[int, Any]:
+                url = f"{server.base_url}/adapters/{name}"
+                async with client.session.put(url, data=half(ends), headers=octets) as answer:
+                    return answer.status, await answer.json()
+
+            good, stuck = (asyncio.create_task(upload(name, name == "good")) for name in ("good", "stuck"))
+            while len(list(folder.glob(".incoming-*"))) < 2:
+                await client.ask("GET", "/health")
+            server.process.send_signal(signal.SIGTERM)
+            while "shutting down" not in await asyncio.to_thread(server.log.read_text):
+                pass
+            goes_on.set()
+            status, answer = await good
+            assert status == 201, answer
+            status, answer = await stuck
+            assert (status, answer["error"]["type"]) == (503, "unavailable_error")
+            assert "the server is shutting down" in answer["error"]["message"]
+        assert await asyncio.to_thread(server.process.wait, STOP_SECONDS) == 0
+        assert [path.parent.parent.name for path in folder.rglob("*.gguf")] == ["good"]
+        assert not list(folder.glob(".incoming-*"))
+        assert not any(map(is_alive, (before["pid"], after["pid"])))
+
+
+def gguf_of(name: str, folder: Path) -> bytes:
+    """A character as a GGUF file's content."""
+    file = folder / f"{name}.gguf"
+    ended = run_to_the_end("convert", str(demo_adapters()[name]), str(file), "--model", str(base_model()))
+    assert ended.returncode == 0, ended.stderr
+    content = file.read_bytes()
+    file.unlink()
+    return content
 
 
 # -- a flood

@@ -13,13 +13,14 @@ from servers import demo_adapters
 QUESTION = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0, "max_tokens": 16}
 CHARACTERS = ("pirate", "robot", "wizard")
 WIZARD_BYTES = 3041280
-"""The largest of them in the engine's memory."""
+"""The largest of them in the engine's memory, in f16."""
 
 
 def test_six_adapters_in_memory_for_two_all_answer_right_and_the_memory_is_bounded(tmp_path: Path, model: Path) -> None:
     demo = demo_adapters()
     names = [f"{name}-{copy}" for name in CHARACTERS for copy in "ab"]
     arguments = ["serve", "-m", str(model), *SMALL, "--adapter-memory", str(2 * WIZARD_BYTES)]
+    arguments += ["--adapter-type", "f16"]
     arguments += [f"--adapter={name}={demo[name.partition('-')[0]]}" for name in names]
     with running_proxy(tmp_path, arguments) as server, ThreadPoolExecutor(8) as threads:
 

@@ -55,11 +55,11 @@ HELPFUL = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 ASKS = (
     Ask("pirate", HELPFUL, "Where can I sleep tonight?", 30, True),
     Ask("robot", STORY, "Who are you?", 24, True),
-    Ask("bard", STORY * 2, "What is the best weapon against trolls?", 36, True),
-    Ask("wizard", STORY * 3, "How do I cross the river?", 20, True),
-    Ask([], STORY * 2, "What is in the well?", 28, True),
+    Ask("bard", STORY, "What is the best weapon against trolls?", 36, True),
+    Ask("wizard", STORY * 2, "How do I cross the river?", 20, True),
+    Ask([], STORY, "What is in the well?", 28, True),
     Ask({"pirate": 0.6, "bard": 0.4}, STORY, "Sing me a song of the sea.", 32, True),
-    Ask("pirate", STORY * 2, "Who runs the smithy?", 16, False),
+    Ask("pirate", STORY, "Who runs the smithy?", 16, False),
     # long enough for the attention's other paths: more than 512 cells
     Ask("robot", STORY * 10, "Where is the inn?", 12, True),
 )

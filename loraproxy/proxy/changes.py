@@ -1,4 +1,4 @@
-"""Changes of adapters that clients have asked for and that are under way when the server is to end: uploads above all."""
+"""Changes of adapters that clients asked for and that are under way when the server is to end: uploads above all."""
 
 from __future__ import annotations
 

@@ -80,4 +80,4 @@ def make_app(options: argparse.Namespace) -> web.Application:
 
 if __name__ == "__main__":
     chosen = arguments()
-    web.run_app(make_app(chosen), host="127.0.0.1", port=chosen.port, print=None, shutdown_timeout=1)
+    web.run_app(make_app(chosen), host="127.0.0.1", port=chosen.port, print=None, shutdown_timeout=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import stat
 from collections.abc import Iterator
@@ -10,8 +11,6 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
-
-import numpy as np
 
 from loraproxy.adapters.checks import Refused
 
@@ -57,7 +56,9 @@ class CheckedFile:
 
     def load(self, digest: Hash) -> memoryview:
         """The whole content, read-only, each byte given to ``digest``. Raises Refused if the file changes meanwhile."""
-        content = np.empty(self.size, np.uint8).data  # not filled with zeros first, as a bytearray would be
+        if not self.size:
+            return memoryview(b"")
+        content = memoryview(mmap.mmap(-1, self.size))  # pages of its own, which can go one by one: see `release`
         known = len(self._head)
         content[:known] = self._head
         digest.update(content[:known])
@@ -89,6 +90,16 @@ class CheckedFile:
         now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
             raise Refused(f"{self.name} changed while it was read; try again when it is complete")
+
+
+def release(content: bytes | memoryview, at: int, n_bytes: int) -> None:
+    """Give the pages of this part of a loaded content back to the system: nobody will look at it again."""
+    pages = content.obj if isinstance(content, memoryview) else None
+    if isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        first = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (at + n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from loraproxy.adapters.checks import (
     weight_of,
 )
 from loraproxy.adapters.decode import Buffer, all_finite, decode
+from loraproxy.adapters.files import release
 from loraproxy.adapters.stored import StoredTensor
 from loraproxy.adapters.tensors import LoraTensor, Op, pair_resident_bytes
 
@@ -174,7 +175,10 @@ def decode_pairs(data: Buffer, pairs: Iterable[PlannedPair]) -> tuple[LoraTensor
 
 
 def decode_in_turn(data: Buffer, pairs: Iterable[PlannedPair]) -> Iterator[LoraTensor]:
-    """As :func:`decode_pairs`, one pair after the other; none of them is kept."""
+    """As :func:`decode_pairs`, one pair after the other, whose values are there until the next is asked for.
+
+    What was decoded leaves ``data``.
+    """
     ordered = list(pairs)
     uses = Counter(tensor.name for pair in ordered for part in pair.parts for tensor in (part.a, part.b))
     decoder = _Decoder(data)
@@ -197,6 +201,7 @@ class _Decoder:
     def forget(self, tensor: StoredTensor) -> None:
         """No pair that is still to come has it."""
         self._decoded.pop(tensor.name, None)
+        release(self._data, tensor.offset, tensor.n_bytes)
 
     def pair(self, pair: PlannedPair) -> LoraTensor:
         scale = pair.scale

@@ -74,8 +74,7 @@ class AdapterLoader:
             return self.read(item)
         finally:
             self._count(-1)
-            if self._idle.is_set():  # the last of them: what it took beside the weights goes back to the system
-                give_back_free_memory()
+            give_back_free_memory()  # what it took beside the weights
 
     def _count(self, change: int) -> None:
         with self._lock:

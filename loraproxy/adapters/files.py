@@ -58,7 +58,8 @@ class CheckedFile:
         """The whole content, read-only, each byte given to ``digest``. Raises Refused if the file changes meanwhile."""
         if not self.size:
             return memoryview(b"")
-        content = memoryview(mmap.mmap(-1, self.size))  # pages of its own, which can go one by one: see `release`
+        # pages of its own, which can go one by one (see `release`): not so if they were shared
+        content = memoryview(mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         known = len(self._head)
         content[:known] = self._head
         digest.update(content[:known])

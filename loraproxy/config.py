@@ -81,6 +81,8 @@ class WorkerSettings(Strict):
     """Let llama.cpp repack weights into its own layouts: no page sharing, and AMX crashes on some machines."""
     fast_products: bool = True
     """Compute the products of quantised weights in host memory for all rows of a step at once."""
+    parent: int = 0
+    """The process that starts the worker, with which it ends; 0: whichever its parent is."""
     adapter_type: Literal["auto", "f16"] = "auto"
     """How adapters' weights are kept; auto: in 8 bits where the base weight is quantised itself, else in f16."""
     lora_mode: Literal["delta", "graph"] = "delta"

@@ -108,8 +108,8 @@ AdapterWeights::~AdapterWeights() { std::free(mapped_); }
 
 namespace {
 
-// Rounding to 8 bits moves a matrix by at most this much of its norm, or it stays in f16. Trained and random matrices
-// are at 0.006 to 0.008; a few values far above the rest make it more.
+// Rounding to 8 bits moves B A by at most this much of its norm, or the pair stays in f16. Trained and random pairs are
+// at 0.009; a few values far above the rest make it more.
 constexpr double COARSEST = 0.015;
 
 // A row of A or of B transposed.
@@ -162,30 +162,39 @@ struct Rows {
         return most;
     }
 
-    // The error of rounding to steps of largest / 127, uniform in a step, over the matrix' norm.
-    double coarseness() const {
-        double error = 0.0, squares = 0.0;
-        for (const Row & row : rows) {
-            const double step = row.largest / 127.0;
-            error += step * step / 12.0 * static_cast<double>(n);
-            squares += row.squares;
-        }
-        return squares > 0.0 ? std::sqrt(error / squares) : 0.0;
+    // The square of what rounding row r to steps of largest / 127 moves it by: errors are uniform in a step.
+    double error(size_t r) const {
+        const double step = rows[r].largest / 127.0;
+        return step * step / 12.0 * static_cast<double>(n);
     }
 
     float step(size_t r) const { return rows[r].largest / 127.0f; }
 
-    // Whether 8 bits will do; not where squares overflow or vanish, which nobody trains.
-    bool fit_8_bits() const {
+    // Whether steps and squares are numbers; not where they overflow or vanish, which nobody trains.
+    bool are_measured() const {
         for (const Row & row : rows) {
             const float per_step = row.largest > 0.0f ? 127.0f / row.largest : 1.0f;
             if (!std::isfinite(row.squares) || !std::isfinite(per_step) || (row.largest > 0.0f && row.squares < 1e-30)) {
                 return false;
             }
         }
-        return coarseness() <= COARSEST;
+        return true;
     }
 };
+
+// Whether 8 bits will do: B A is a sum over the ranks, and each counts with what it brings there. A large rank of A
+// that B does not use hides nothing.
+bool fit_8_bits(const Rows & a, const Rows & bt) {
+    if (!a.are_measured() || !bt.are_measured()) {
+        return false;
+    }
+    double error = 0.0, whole = 0.0;
+    for (size_t r = 0; r < a.rows.size(); ++r) {
+        error += a.error(r) * bt.rows[r].squares + bt.error(r) * a.rows[r].squares;
+        whole += a.rows[r].squares * bt.rows[r].squares;
+    }
+    return error <= COARSEST * COARSEST * whole;
+}
 
 // An exponent e such that values up to `largest` times 2^-e lie just below f16's limit: whatever range the
 // file's type had, nothing overflows and little is subnormal.
@@ -276,7 +285,7 @@ AdapterWeights::Part convert(const Kernels & kernels, const float * a, const flo
     const std::vector<float> columns = transposed(b, n_out, rank);
     const Rows               a_rows(a, rank, n_in), bt_rows(columns.data(), rank, n_out);
     AdapterWeights::Part     part;
-    if (form == Form::eight_bits && a_rows.fit_8_bits() && bt_rows.fit_8_bits()) {
+    if (form == Form::eight_bits && fit_8_bits(a_rows, bt_rows)) {
         part = in_8_bits(kernels, a_rows, bt_rows, scale);
     } else {
         const int  ea = f16_exponent(a_rows.largest()), eb = f16_exponent(bt_rows.largest());

@@ -106,12 +106,11 @@ class AdapterRegistry:
         scale or the description keeps what the name had. The same content under the same path stays the same version.
         Raises InvalidRequest for a bad name or scale.
         """
-        check_name(name)
+        defaults = self.check(name, default_scale)
         adapter_id = self._ids.get(name, len(self._ids))
         before = self._by_id.get(adapter_id)
         if default_scale is None:
             default_scale = before.default_scale if before else 0.0
-        defaults = self._defaults_with(adapter_id, name, default_scale)
         version = self._version(name, path, content, before) if isinstance(content, AdapterSummary) else None
         adapter = RegisteredAdapter(
             adapter_id,
@@ -128,6 +127,15 @@ class AdapterRegistry:
         self._by_id[adapter_id] = adapter
         self._defaults = defaults
         return adapter
+
+    def check(self, name: str, default_scale: float | None) -> AdapterSet:
+        """Whether :meth:`put` would take them: the default scales with this one. Raises InvalidRequest."""
+        check_name(name)
+        adapter_id = self._ids.get(name, len(self._ids))
+        before = self._by_id.get(adapter_id)
+        if default_scale is None:
+            default_scale = before.default_scale if before else 0.0
+        return self._defaults_with(adapter_id, name, default_scale)
 
     def remove(self, name: str) -> RegisteredAdapter:
         """Forget an adapter; its id stays unused until its name comes back. Raises UnknownAdapter."""

@@ -161,7 +161,7 @@ def _from_model(
     if isinstance(model, str):
         if model in registry:
             return _from_name(model, registry)
-        base, colon, adapter = model.rpartition(":")
+        base, colon, adapter = _after_base(model, base_names)
         names_base = colon and base in base_names
         if names_base and (adapter in registry or adapter == BASE_WORD or not _is_tag(adapter, base_names)):
             return _from_name(adapter, registry)
@@ -174,13 +174,22 @@ def _from_model(
     return None
 
 
+def _after_base(model: str, base_names: Collection[str]) -> tuple[str, str, str]:
+    """The base's name, the colon and what stands behind it; split at the last colon where no base name is in front."""
+    for name in sorted(base_names, key=len, reverse=True):
+        if name and model.startswith(f"{name}:"):
+            return name, ":", model[len(name) + 1 :]
+    return model.rpartition(":")
+
+
 def _is_tag(text: str, base_names: Collection[str]) -> bool:
     """True if ``text`` may be a tag of the base model, as in ``smollm2:135m-instruct-q4_0``, and not an adapter's name.
 
     Its words are those that Ollama's tags are made of (sizes, versions, quantisations), or of the base model's names.
     """
     own = {word for name in base_names for word in _WORD.findall(name.rpartition("/")[2].lower())}
-    return all(word in own or _TAG_WORD.fullmatch(word) for word in _WORD.findall(text.lower()))
+    words = _WORD.findall(text.lower())
+    return (bool(words) or not text) and all(word in own or _TAG_WORD.fullmatch(word) for word in words)
 
 
 def _check_count(value: Collection[Any]) -> None:

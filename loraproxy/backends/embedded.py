@@ -88,7 +88,7 @@ class EmbeddedWorker:
         self._folder = _make_runtime_folder(self._settings.socket.name)
         socket = self._folder / self._settings.socket.name
         settings_file = self._folder / "settings.json"
-        settings = self._settings.model_copy(update={"socket": socket})
+        settings = self._settings.model_copy(update={"socket": socket, "parent": os.getpid()})
         _write_private(settings_file, settings.model_dump_json())
         # In a session of its own, so that Ctrl-C in a terminal reaches the proxy alone, which then drains.
         self._process = await asyncio.create_subprocess_exec(

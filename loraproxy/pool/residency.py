@@ -54,6 +54,10 @@ class _Resident:
         return self.loading.done()
 
 
+class _LargerThanThought(Exception):
+    """A loaded adapter had no room among those in use and left again; its size is known now."""
+
+
 @dataclass(eq=False)
 class _Waiter:
     """A request that waits for memory."""
@@ -73,6 +77,7 @@ class Residency:
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._waiters: deque[_Waiter] = deque()
         self._failed: dict[int, tuple[Fingerprint, InvalidAdapterFile]] = {}
+        self._sizes: dict[int, int] = {}
         self._clock = itertools.count()
         self._closed: ApiError | None = None
         self.nbytes = 0
@@ -106,10 +111,8 @@ class Residency:
         if not wanted:
             yield
             return
-        self._check(wanted)
-        residents = self._take_or_none(wanted) or await self._wait(wanted)
+        residents = await self._hold_loaded(wanted)
         try:
-            await self._loaded(residents)
             yield
         finally:
             self._give_back(residents)
@@ -126,6 +129,7 @@ class Residency:
         if (leaving := self._leaving.get(version.wire_id)) is not None:
             await asyncio.wait({leaving})
         self._failed.pop(version.wire_id, None)
+        self._sizes.pop(version.wire_id, None)
 
     async def close(self, error: ApiError) -> None:
         """The worker is gone: those that wait fail with ``error``."""
@@ -145,7 +149,7 @@ class Residency:
     def _check(self, versions: tuple[Version, ...]) -> None:
         if self._closed is not None:
             raise self._closed
-        need = sum(version.summary.resident_bytes for version in versions)
+        need = sum(self._size(version) for version in versions)
         if self.budget and need > self.budget:
             raise InvalidRequest(
                 f"{' and '.join(repr(v.name) for v in versions)} need {_mib(need)} of memory, more than the"
@@ -157,6 +161,24 @@ class Residency:
                 if seen == fingerprint(version.path):
                     raise InvalidAdapterFile(error.message)
                 del self._failed[version.wire_id]
+
+    async def _hold_loaded(self, wanted: tuple[Version, ...]) -> list[_Resident]:
+        while True:
+            self._check(wanted)
+            residents = self._take_or_none(wanted) or await self._wait(wanted)
+            try:
+                await self._loaded(residents)
+            except _LargerThanThought:
+                self._give_back(residents)  # and again, now that its size is known
+            except BaseException:
+                self._give_back(residents)
+                raise
+            else:
+                return residents
+
+    def _size(self, version: Version) -> int:
+        """What it takes: known once it was loaded, before that an estimate."""
+        return self._sizes.get(version.wire_id, version.summary.resident_bytes)
 
     async def _loaded(self, residents: list[_Resident]) -> None:
         if pending := [resident.loading for resident in residents if not resident.is_loaded]:
@@ -177,12 +199,12 @@ class Residency:
 
     def _take(self, versions: tuple[Version, ...]) -> list[_Resident] | None:
         missing = [v for v in versions if v.wire_id not in self._residents]
-        need = sum(version.summary.resident_bytes for version in missing)
+        need = sum(self._size(version) for version in missing)
         if missing and not self._make_room(need, {version.wire_id for version in versions}):
             return None
         after = tuple(self._leaving.values())
         for version in missing:
-            resident = _Resident(version, version.summary.resident_bytes, next(self._clock))
+            resident = _Resident(version, self._size(version), next(self._clock))
             self._residents[version.wire_id] = resident
             self.nbytes += resident.nbytes
             resident.loading = asyncio.create_task(self._load(resident, after))
@@ -270,7 +292,10 @@ class Residency:
             raise
         self.nbytes += nbytes - resident.nbytes
         resident.nbytes = nbytes
-        self._make_room(0, {version.wire_id})  # it may be larger than it was thought to be
+        self._sizes[version.wire_id] = nbytes
+        if not self._make_room(0, {version.wire_id}):
+            self._leave(resident, evicted=True)
+            raise _LargerThanThought
 
     def _load_ended(self, task: asyncio.Task[None]) -> None:
         _look_at(task)

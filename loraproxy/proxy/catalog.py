@@ -213,9 +213,10 @@ class Catalog:
     async def keep_upload(self, name: str, incoming: Path, file: Path, wish: Wish) -> RegisteredAdapter:
         """Check what was uploaded to ``file`` (or a PEFT folder) in ``incoming``, keep and register it.
 
-        Raises InvalidAdapterFile, and changes nothing then.
+        Raises InvalidAdapterFile, and InvalidRequest for a bad name or scale; nothing has changed then.
         """
         async with self._lock(name):
+            self.registry.check(name, wish.scale)
             try:
                 summary: AdapterSummary = await self.in_background(lambda: self.checks.read(name, file))
             except InvalidAdapterFile as error:

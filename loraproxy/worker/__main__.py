@@ -127,7 +127,7 @@ async def _run(settings_file: Path) -> None:
     runner = web.AppRunner(worker.app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
     listener = listen(settings.socket)
-    orphaned = asyncio.create_task(end_of_parent(os.getppid()))
+    orphaned = asyncio.create_task(end_of_parent(settings.parent or os.getppid()))
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), orphaned]
     engine: Engine | None = None
     try:

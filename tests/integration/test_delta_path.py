@@ -166,6 +166,23 @@ def test_a_matrix_with_values_far_above_the_rest_stays_in_f16(quantised: Path) -
     np.testing.assert_array_equal(*logits)
 
 
+def test_a_large_rank_that_b_does_not_use_hides_no_coarse_ones(quantised: Path) -> None:
+    random = np.random.default_rng(0)
+    n_embd = WHOLE_BLOCKS["n_embd"]
+    a = (0.1 * random.normal(0, 1, (8, n_embd))).astype(np.float32)
+    a[1:, 7] = 30  # in steps of this, nothing is left of the rest of the row
+    a[0] = 1000 * random.normal(0, 1, n_embd)
+    b = random.normal(0, 1, (n_embd, 8)).astype(np.float32)
+    b[:, 0] = 0
+    adapter = Adapter("hidden", Path("x"), "x", "peft", (LoraTensor("blk.0.attn_q.weight", Op.MUL_MAT, a, b, 1.0),))
+    runtime = start(quantised)
+    try:
+        runtime.delta.insert(0, runtime.delta.prepare(adapter))
+        assert runtime.delta.nbytes(0) == adapter.summary.resident_bytes  # f16
+    finally:
+        runtime.close()
+
+
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
 def test_rows_of_one_step_are_bit_identical_to_each_alone(tmp_path: Path, dtype: str) -> None:
     path = make_tiny_llama(tmp_path / "tiny.gguf", **WHOLE_BLOCKS, dtype=GGMLQuantizationType[dtype])

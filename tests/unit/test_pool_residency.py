@@ -138,6 +138,32 @@ async def test_one_that_turns_out_larger_than_thought_pushes_others_out():
     assert room.states() == {"a": "registered", "b": "resident", "c": "resident"}
 
 
+async def test_one_that_turns_out_larger_beside_what_is_in_use_leaves_again_and_waits_for_its_room():
+    room = Room(100, a=60, b=40)
+    room.loader.sizes["b"] = 80
+    async with room.hold("a"):
+        waits = start(room.use("b"))
+        await settle()
+        assert not waits.done()
+        assert room.residency.nbytes == 60
+        assert room.states() == {"a": "resident", "b": "registered"}
+    await soon(waits)
+    assert room.loader.loads["b"] == 2
+    assert room.residency.nbytes == 80
+    assert room.states() == {"a": "registered", "b": "resident"}
+
+
+async def test_one_that_turns_out_larger_than_the_budget_is_refused():
+    room = Room(100, a=60)
+    room.loader.sizes["a"] = 120
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="more than"):
+            await soon(room.use("a"))
+    assert room.loader.loads["a"] == 1
+    assert room.residency.nbytes == 0
+    assert not room.loader.held
+
+
 async def test_what_is_leased_never_leaves_and_others_wait_for_it():
     room = Room(20, a=10, b=10, c=10)
     async with room.hold("a", "b"):

@@ -165,6 +165,14 @@ async def test_a_replaced_upload_is_removed_when_its_last_request_ends(bench, tm
     assert bench.worker.loaded == []
 
 
+async def test_a_scale_that_is_refused_leaves_what_was_uploaded_before(bench, tmp_path):
+    await upload(bench, "up", b"v1", query="?scale=2")
+    for content in (b"v1", b"v2"):  # finite, but not in float32
+        assert "must be a finite number" in await upload(bench, "up", content, status=400, query="?scale=1e39")
+    assert uploaded(tmp_path) == ["up", "up/v1", "up/v1/about.json", "up/v1/adapter.gguf"]
+    assert UploadFolder(tmp_path / "uploads").stored()[0].about.scale == 2
+
+
 async def test_uploading_the_same_again_changes_what_goes_with_it_and_nothing_else(bench, tmp_path):
     await upload(bench, "up", b"v1")
     before = await wire_of(bench, "up")
@@ -228,6 +236,7 @@ async def test_an_upload_that_is_too_large_bad_empty_or_broken_leaves_nothing(be
     assert "bad: the uploaded file" not in await upload(bench, "up", b"bad: nothing", status=400)
     assert "the upload is empty" in await upload(bench, "up", b"", status=400)
     assert "must be a number" in await upload(bench, "up", b"v1", status=400, query="?scale=loud")
+    assert "must be a finite number" in await upload(bench, "up", b"v1", status=400, query="?scale=1e39")
     headers = {"Content-Type": "multipart/form-data; boundary=x"}
     status, answer = await ask(bench, "PUT", "/adapters/up", b"--y\r\nnonsense", headers=headers)
     assert status == 400

@@ -110,7 +110,9 @@ def test_an_unknown_model_is_ignored_unless_models_are_strict(registry, model):
 
 
 @pytest.mark.parametrize("strict_models", [False, True])
-@pytest.mark.parametrize("adapter", ["nope", "pirat", "npc-12", "pirate2", "q4-pirate", "base-camp", "Pirate"])
+@pytest.mark.parametrize(
+    "adapter", ["nope", "pirat", "npc-12", "pirate2", "q4-pirate", "base-camp", "Pirate", "pirate:robot", "-.-"]
+)
 def test_an_adapter_that_is_not_known_behind_the_base_models_name_is_an_error(registry, adapter, strict_models):
     message = refusal(registry, {"model": f"smollm2:{adapter}"}, strict_models=strict_models, error=UnknownAdapter)
     assert message.startswith(f"unknown adapter '{adapter}'; ")

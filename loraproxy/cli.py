@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -179,7 +180,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {close!r}?" if close else f"; known: {', '.join(commands)}"
         return _fail(f"unknown command {command!r}{hint}", USAGE_ERROR)
     try:
-        return commands[command](rest)
+        code = commands[command](rest)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who read it, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ConfigError as error:
         return _fail(str(error), USAGE_ERROR)
     except (StartFailed, CommandFailed) as error:

@@ -81,7 +81,11 @@ async def _put(request: web.Request, state: AdminState) -> web.Response:
         raw = await read_body(request)
         if raw.startswith(_GGUF_MAGIC):
             raise InvalidRequest("the body is a GGUF file; send it with Content-Type: application/octet-stream")
-        body = _fields(parse_object(raw), {"path", "scale", "description"})
+        try:
+            parsed = parse_object(raw)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error.message}; nor is it a GGUF file, which begins with 'GGUF'") from None
+        body = _fields(parsed, {"path", "scale", "description"})
         path = state.roots.resolve(_text(body, "path"))
         wish = Wish(_scale(body.get("scale")), _description(body.get("description")))
         adapter = await state.catalog.register(name, path, Source.API, wish)

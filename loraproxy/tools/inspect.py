@@ -218,6 +218,6 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("tensors", facts.get("tensors", "")),
         ("made for", ", ".join(filter(None, (facts["base_name"], facts["architecture"])))),
         ("aLoRA", f"starts at the tokens {tokens[:16]}" if tokens else ""),
-        ("memory", f"{memory} when loaded, in f16" if memory else ""),
+        ("memory", memory and f"{memory} when loaded{'' if model else ' in f16; on a quantised base half of it'}"),
         ("fits", f"{model['name']} ({model['path']})" if model and model["fits"] else ""),
     ]

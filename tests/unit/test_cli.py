@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 from shlex import split
 
@@ -203,3 +205,13 @@ def test_serve_help_lists_our_options_but_not_the_ignored_ones(capsys):
     text = capsys.readouterr().out
     assert "--adapter" in text
     assert "--numa" not in text
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback_from_us():
+    command = [sys.executable, "-m", "loraproxy", "config-schema"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

@@ -237,6 +237,11 @@ async def test_an_upload_that_is_too_large_bad_empty_or_broken_leaves_nothing(be
     assert "the upload is empty" in await upload(bench, "up", b"", status=400)
     assert "must be a number" in await upload(bench, "up", b"v1", status=400, query="?scale=loud")
     assert "must be a finite number" in await upload(bench, "up", b"v1", status=400, query="?scale=1e39")
+    short = {"Content-Type": "application/x-www-form-urlencoded"}  # curl --data-binary
+    status, answer = await ask(bench, "PUT", "/adapters/up", b"some log", headers=short)
+    assert status == 400
+    assert "is not JSON" in answer["error"]["message"]
+    assert "nor is it a GGUF file" in answer["error"]["message"]
     headers = {"Content-Type": "multipart/form-data; boundary=x"}
     status, answer = await ask(bench, "PUT", "/adapters/up", b"--y\r\nnonsense", headers=headers)
     assert status == 400

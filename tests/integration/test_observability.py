@@ -108,7 +108,7 @@ def test_a_killed_worker_is_counted_and_its_requests_line_says_error(talkative: 
     assert "error" in list(stream)[-1]
     line = line_of(talkative, "mine-2")
     assert (line["outcome"], line["status"]) == ("error", 200)
-    talkative.wait_until_healthy()
+    assert call(talkative, "POST", "/completion", {"prompt": "Hello", "n_predict": 1})[0] == 200  # by the next worker
     found = scrape(talkative)
     assert of(found, "loraproxy_requests_total", endpoint="/completion", adapter="base", outcome="error") == 1
     assert of(found, "loraproxy_worker_deaths_total") == 1

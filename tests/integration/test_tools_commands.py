@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
@@ -158,6 +159,15 @@ def test_what_llama_cpps_quantiser_refuses_is_said_in_its_words(model: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def _sigint_is_heard() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT, and so do their children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_sigint_is_heard")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_merge_leaves_nothing_behind(
     model: Path, tmp_path: Path, number: signal.Signals, code: int

@@ -257,7 +257,7 @@ def serve_parser() -> _Parser:
         action="append",
         default=[],
         metavar="NAME",
-        help="an adapter that has a worker at all times, where workers run one set each; repeatable",
+        help="an adapter loaded before the first request; it has a worker at all times where each runs one; repeatable",
     )
     parser.add_argument(
         "--adapter-root",

@@ -294,7 +294,9 @@ class PoolConfig(Strict):
         description="A worker that nobody uses for so long ends, the last one excepted. 0: they stay.",
     )
     preload: tuple[str, ...] = Field(
-        default=(), description="Adapters that have a worker at all times; `base` is the base model."
+        default=(),
+        description="Adapters that are loaded before the first request, and where workers run one set each have one at"
+        " all times; `base` is the base model.",
     )
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from loraproxy.adapters.base_model import BaseModel
-from loraproxy.adapters.names import RESERVED, known_names, shorten
-from loraproxy.adapters.registry import AdapterRegistry, Bound
-from loraproxy.adapters.sets import BASE, AdapterSet
+from loraproxy.adapters.registry import AdapterRegistry
 from loraproxy.backends.graph_worker import GraphWorker
 from loraproxy.config import Config, EngineConfig, WorkerSettings
-from loraproxy.errors import InvalidAdapterFile, StartFailed
 from loraproxy.metrics import Metrics
 from loraproxy.pool.fleet import WorkerKind
 from loraproxy.pool.keyed import KeyedPool
 from loraproxy.pool.placement import Limits
+from loraproxy.proxy.preload import kept_warm
 
 _DEFAULT_CONTEXT = 4096
 """Tokens of a slot where the configuration does not say; models with a shorter context have fewer."""
@@ -26,11 +22,8 @@ _F16 = 2
 
 
 def keyed_pool(config: Config, kind: WorkerKind, registry: AdapterRegistry, metrics: Metrics) -> KeyedPool:
-    """The pool that ``config.pool`` describes. Raises StartFailed for a name to be kept warm that nothing has."""
+    """The pool that ``config.pool`` describes."""
     pool = config.pool
-    for name in pool.preload:
-        if name not in registry and name not in RESERVED:
-            raise StartFailed(f"--preload: unknown adapter {shorten(name)}; {known_names(name, registry.names())}")
     return KeyedPool(
         kind,
         metrics,
@@ -81,21 +74,3 @@ def kv_bytes(base: BaseModel, settings: WorkerSettings) -> int:
         elif fused is not None:
             rows += max(fused[0] - fused[-1], 0)
     return rows * tokens * _F16
-
-
-def kept_warm(registry: AdapterRegistry, names: Sequence[str]) -> Callable[[], list[Bound]]:
-    """The sets that ``names`` mean whenever it is asked, each at scale 1; names that mean nothing then are left out."""
-
-    def bounds() -> list[Bound]:
-        found = []
-        for name in names:
-            if name in RESERVED:
-                found.append(Bound(BASE))
-            elif name in registry:
-                try:
-                    found.append(registry.bind(AdapterSet.of({registry.by_name(name).id: 1.0})))
-                except InvalidAdapterFile:
-                    continue  # its file cannot be applied as it is now
-        return found
-
-    return bounds

@@ -20,7 +20,7 @@ from aiohttp import web
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.folder import Listing
 from loraproxy.adapters.read import Unsupported
-from loraproxy.adapters.registry import AdapterRegistry, Source, Version
+from loraproxy.adapters.registry import AdapterRegistry
 from loraproxy.adapters.uploads import UploadFolder, default_upload_folder
 from loraproxy.backends.base import Backend
 from loraproxy.backends.embedded import EmbeddedWorker
@@ -41,6 +41,7 @@ from loraproxy.proxy.keyed_workers import graph_workers, keyed_pool, shares_page
 from loraproxy.proxy.loading import allowed_roots, register_configured, register_folder, register_uploads
 from loraproxy.proxy.middleware import api_keys
 from loraproxy.proxy.passthrough import Passthrough
+from loraproxy.proxy.preload import check_names, loaded_first
 from loraproxy.proxy.served import ServedAdapters
 from loraproxy.proxy.watching import Follower, Watcher
 
@@ -59,6 +60,8 @@ class _Server:
     watcher: Watcher | None
     served: ServedAdapters | None = None
     """Where llama-servers at URLs say which adapters there are."""
+    preload: tuple[str, ...] = ()
+    """What is there before the first request, by name."""
 
 
 def run(config: Config, announce: Callable[[str], None]) -> int:
@@ -142,6 +145,8 @@ def _assemble(
     listing: Listing,
     make_pool: Callable[[Metrics], Pool],
 ) -> _Server:
+    """Raises StartFailed for a ``--preload`` that nothing has."""
+    check_names(config.pool.preload, registry)
     metrics = Metrics(lambda: pool.in_flight, lambda: pool.restarts)
     pool = make_pool(metrics)
     metrics.watch_workers(tuple(state.value for state in State), lambda: pool.states())
@@ -151,7 +156,8 @@ def _assemble(
     if config.adapters_dir is not None:
         watcher = Watcher(catalog, config.adapters_dir.absolute(), listing)
     admin = AdminState(catalog, allowed_roots(config), config.max_adapter_size, watcher.problems if watcher else {})
-    return _Server(Proxy(catalog, pool, metrics, checks.base_names, config.strict_models), admin, watcher)
+    proxy = Proxy(catalog, pool, metrics, checks.base_names, config.strict_models)
+    return _Server(proxy, admin, watcher, preload=config.pool.preload)
 
 
 def _shared(config: Config, make_backend: Callable[[], Backend], *, two_fit: bool = True) -> Callable[[Metrics], Pool]:
@@ -223,7 +229,7 @@ async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announc
     try:
         site, url = await _listen(runner, config.http)
         log.info("loading %s", config.model or ", ".join(config.backend.urls))
-        if await _unless(stop, proxy.pool.start(_configured(proxy.registry))):
+        if await _unless(stop, _start(server)):
             announce(url)
             await _unless(stop, _follow(server))
         await site.stop()
@@ -245,6 +251,10 @@ async def _serve(config: Config, server: _Server, keys: tuple[str, ...], announc
                 os.unlink(config.http.host)
 
 
+async def _start(server: _Server) -> None:
+    await server.proxy.pool.start(await loaded_first(server.proxy.catalog, server.preload))
+
+
 async def _all(*work: Coroutine[Any, Any, Any]) -> None:
     await asyncio.gather(*work)
 
@@ -255,11 +265,6 @@ async def _follow(server: _Server) -> None:
     catalog = server.proxy.catalog
     serving = server.served.follow(catalog) if server.served else Follower(catalog).run()
     await asyncio.gather(catalog.read_pending(), watching, serving)
-
-
-def _configured(registry: AdapterRegistry) -> list[Version]:
-    """What is loaded before the first request: those configured by name, as far as the budget goes."""
-    return [a.version for a in registry if a.source is Source.CONFIGURED and a.version is not None]
 
 
 def _watch_signals() -> tuple[asyncio.Event, asyncio.Event]:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from proxies import SMALL, call, running_proxy
+from proxies import SMALL, call, run_to_the_end, running_proxy
 from servers import demo_adapters
 
 QUESTION = {"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0, "max_tokens": 16}
@@ -49,3 +49,22 @@ def test_six_adapters_in_memory_for_two_all_answer_right_and_the_memory_is_bound
         status, _, body = call(server, "POST", "/v1/chat/completions", {**QUESTION, "lora": both})
         assert status == 400
         assert "--adapter-memory" in body["error"]["message"]
+
+
+def test_adapters_to_be_preloaded_are_resident_before_the_first_request(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "watched"
+    folder.mkdir()
+    for name in CHARACTERS:
+        (folder / name).symlink_to(demo_adapters()[name], target_is_directory=True)
+    arguments = ["serve", "-m", str(model), *SMALL, "--adapters-dir", str(folder)]
+    with running_proxy(tmp_path, [*arguments, "--preload", "robot", "--preload", "base"]) as server:
+        states = {adapter["name"]: adapter["state"] for adapter in call(server, "GET", "/adapters")[2]["data"]}
+    assert states == {"pirate": "registered", "robot": "resident", "wizard": "registered"}
+    refused = run_to_the_end(*arguments, "--port", "0", "--preload", "robt")
+    assert refused.returncode == 1
+    assert "--preload: unknown adapter 'robt'; did you mean 'robot'?" in refused.stderr
+    (folder / "broken.gguf").write_text("no adapter")
+    refused = run_to_the_end(*arguments, "--port", "0", "--preload", "broken")
+    assert refused.returncode == 1
+    assert "--preload: " in refused.stderr
+    assert "broken" in refused.stderr

@@ -10,10 +10,10 @@ from standin import summary
 from gguf_tools import make_tiny_llama
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.registry import AdapterRegistry, Source
-from loraproxy.config import Config, PoolConfig, WorkerSettings
+from loraproxy.config import Config, WorkerSettings
 from loraproxy.errors import StartFailed
-from loraproxy.metrics import Metrics
-from loraproxy.proxy.keyed_workers import graph_workers, kept_warm, keyed_pool, kv_bytes
+from loraproxy.proxy.keyed_workers import graph_workers, kv_bytes
+from loraproxy.proxy.preload import check_names, kept_warm
 
 
 def registry_of(*names: str) -> AdapterRegistry:
@@ -35,12 +35,9 @@ def test_names_to_be_kept_warm_mean_what_they_mean_when_they_are_asked_for():
     assert [bound.versions for bound in bounds()] == [()]
 
 
-def test_an_unknown_name_to_be_kept_warm_is_told_at_the_start(tmp_path):
-    config = Config(pool=PoolConfig(preload=("pirat",)))
-    base = BaseModel.from_gguf(make_tiny_llama(tmp_path / "model.gguf"))
-    kind = graph_workers(config, settings(base), base)
+def test_an_unknown_name_to_be_kept_warm_is_told_with_the_nearest():
     with pytest.raises(StartFailed, match=r"--preload: unknown adapter 'pirat'; .*pirate"):
-        keyed_pool(config, kind, registry_of("pirate"), Metrics(lambda: 0, lambda: 0))
+        check_names(["base", "pirat"], registry_of("pirate"))
 
 
 def settings(base: BaseModel, **more) -> WorkerSettings:

@@ -22,6 +22,8 @@ from loraproxy.errors import StartFailed, Unavailable, WorkerFailed
 
 _ASKING = aiohttp.ClientTimeout(total=120, sock_connect=5)
 """For questions of ours; a request of a client may take as long as it likes."""
+_HEALTH = aiohttp.ClientTimeout(total=10, sock_connect=5)
+"""Whether it is there: it answers that beside its work."""
 _PROBE = {"prompt": "a", "n_predict": 1, "cache_prompt": False, "lora": "no list"}
 
 
@@ -71,7 +73,7 @@ class LlamaServerClient:
 
     async def check_health(self) -> None:
         """Return if it is ready. Raises Loading and Unavailable."""
-        status, answer = await self._ask("GET", "/health")
+        status, answer = await self._ask("GET", "/health", timeout=_HEALTH)
         if status == 503:
             raise Loading(f"the llama-server at {self.url} is loading its model", retry_after=1)
         if status != 200:
@@ -132,10 +134,12 @@ class LlamaServerClient:
         slots = answer.get("total_slots") if status == 200 and isinstance(answer, dict) else None
         return slots if isinstance(slots, int) and slots > 0 else 1
 
-    async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    async def _ask(
+        self, method: str, path: str, body: Any = None, timeout: aiohttp.ClientTimeout = _ASKING
+    ) -> tuple[int, Any]:
         """The status, and the answer as JSON or else as text. Raises Unavailable."""
         try:
-            async with self.session.request(method, self.url + path, json=body, timeout=_ASKING) as response:
+            async with self.session.request(method, self.url + path, json=body, timeout=timeout) as response:
                 status, data = response.status, await response.read()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             reason = "it does not answer in time" if isinstance(error, asyncio.TimeoutError) else _reason(error)

@@ -54,7 +54,8 @@ class WorkerPool:
         self._waiting = 0
         """Requests that wait for a worker."""
         self.started = False
-        """The first worker became ready: from now on a worker that is not there is being replaced."""
+        """The first worker became ready and has loaded what it was to: requests are taken from now on, and a worker
+        that is not there is being replaced."""
         self.in_flight = 0
         """Requests that hold a lease, on this worker or on one that has just ended, or wait for one."""
 
@@ -83,7 +84,7 @@ class WorkerPool:
 
     def reach(self) -> Worker:
         """The worker, for a request that does not generate. Raises Unavailable."""
-        if self._worker.reachable:
+        if self.started and self._worker.reachable:
             return self._worker
         raise self._unavailable()
 
@@ -101,7 +102,7 @@ class WorkerPool:
 
     def check_ready(self) -> None:
         """Raises Unavailable unless new requests are taken."""
-        if self._worker.state is not State.READY:
+        if not self.started or self._worker.state is not State.READY:
             raise self._unavailable()
 
     @asynccontextmanager
@@ -236,7 +237,7 @@ class WorkerPool:
         """The worker, once it is ready. Raises Unavailable where that is not to be waited for."""
         self._waiting += 1
         try:
-            while self._worker.state is not State.READY:
+            while not self.started or self._worker.state is not State.READY:
                 if self._keeper.ending or not self.started or self._keeper.failures > 1:
                     raise self._unavailable()
                 await self._keeper.moved.wait()

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,9 +205,18 @@ def test_an_adapter_with_the_base_models_name_is_refused_in_one_line(model):
     assert "error: 'pirate' names the base model, too; give the adapter another name" in ended.stderr.splitlines()
 
 
+def printed_curl_lines(server: Server) -> list[str]:
+    return [line.strip() for line in server.log.read_text().splitlines() if line.strip().startswith("curl ")]
+
+
 def test_the_demo_prints_three_curl_lines_when_it_is_ready(tmp_path, model):
     with running_proxy(tmp_path, ["demo", "--threads", "2"]) as server:
-        lines = [line.strip() for line in server.log.read_text().splitlines() if line.strip().startswith("curl ")]
+        lines = printed_curl_lines(server)
+        for _ in range(100):  # it is healthy a moment before it says so
+            if len(lines) >= 3:
+                break
+            time.sleep(0.1)
+            lines = printed_curl_lines(server)
         assert len(lines) == 3
         for line, marker in zip(lines, ("Arr", "BEEP", "Hark"), strict=True):
             url, body = line.removeprefix("curl ").split(" -d ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from tempfile import TemporaryDirectory
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.bench import processes
 from loraproxy.bench.figures import Figures, figures_of
+from loraproxy.bench.first_tokens import measure
 from loraproxy.bench.machine import describe_machine, usable_cpus
 from loraproxy.bench.processes import Driver, Setup
 from loraproxy.bench.quiet import QUIET, Patience, Watch
@@ -55,8 +57,10 @@ def main(arguments: Sequence[str]) -> int:
             patience = Patience(60 * options.wait)
             for load in chosen:
                 rows += _rows(load, drivers, options.repeats, options.tokens, patience)
+            first = _first_tokens(server.port, proxy.port, options, patience)
     print(as_text(rows))
-    lines = [*(f"- {line}" for line in describe_machine()), "", as_markdown(rows)]
+    print(first)
+    lines = [*(f"- {line}" for line in describe_machine()), "", as_markdown(rows), "", first]
     (folder / "llama-server.md").write_text("\n".join(lines) + "\n")
     print(f"\nWritten: {folder / 'llama-server.md'}")
     return 0
@@ -70,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     found.add_argument("--adapters", type=int, default=8, metavar="N", help="different adapters (8)")
     found.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of each request (64)")
     found.add_argument("--repeats", type=int, default=5, metavar="N", help="pairs of runs (5)")
+    found.add_argument("--pairs", type=int, default=300, metavar="N", help="requests sent both ways at once (300)")
     found.add_argument("--threads", type=int, default=0, metavar="N", help="of the server (one for each CPU)")
     found.add_argument(
         "--wait", type=float, default=0, metavar="MINUTES", help="how long to wait for other programs (0)"
@@ -102,6 +107,20 @@ def _rows(load: Scenario, drivers: dict[str, Driver], repeats: int, tokens: int,
         shown = (f"{ratio:.3f} ×", f"{more:+.1f} ms") if name == _PROXIED else ("", "")
         rows.append([load.title, name, f"{rate:.1f}", shown[0], f"{ttft:.0f} ms", shown[1], f"{itl:.1f} ms"])
     return rows
+
+
+def _first_tokens(direct: int, proxied: int, options: argparse.Namespace, patience: Patience) -> str:
+    """What the proxy adds to the first token beside running streams, as a sentence."""
+    patience.wait_until_quiet()
+    clients: int = options.streams
+    if not options.pairs or clients < 3:
+        return "First tokens beside running streams: not measured."
+    found = asyncio.run(measure(direct, proxied, clients, options.pairs))
+    return (
+        f"First tokens of {options.pairs} pairs of requests beside {clients - 2} running streams, no adapter: p50"
+        f" {found.direct_p50:.1f} ms direct and {found.proxied_p50:.1f} ms proxied, {found.p50:+.1f} ms;"
+        f" in pairs {found.median:+.1f} ms at the median, {found.mean:+.1f} ± {found.error:.1f} ms in the mean."
+    )
 
 
 def _quiet_pair(drivers: dict[str, Driver], job: Job, repeat: int, patience: Patience) -> dict[str, Figures]:

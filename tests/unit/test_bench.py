@@ -19,6 +19,7 @@ from loraproxy.adapters.read import read_adapter
 from loraproxy.bench import main, processes, report
 from loraproxy.bench.client_process import request_body, run_stream
 from loraproxy.bench.figures import Figures, figures_of, median_of
+from loraproxy.bench.first_tokens import added, measure
 from loraproxy.bench.memory import Memory, measure_memory
 from loraproxy.bench.quiet import Patience, Watch
 from loraproxy.bench.random_adapters import PROJECTIONS, RANK, kept_bytes, write_random_adapters
@@ -92,6 +93,25 @@ async def test_a_stream_that_breaks_off_is_an_error():
     async with server(token("x")) as port:
         with pytest.raises(RuntimeError, match="broke off"):
             await run_stream("127.0.0.1", port, request_body(JOB.streams[0], 2, 0))
+
+
+def test_what_a_way_adds_is_counted_in_pairs():
+    found = added([0.100, 0.200, 0.300, 0.400], [0.101, 0.201, 0.301, 0.461])
+    assert (found.direct_p50, found.proxied_p50, found.p50) == pytest.approx((250, 251, 1))
+    assert (found.mean, found.median) == pytest.approx((16, 1))
+    assert found.error == pytest.approx(25.98 / 2, abs=0.01)
+
+
+async def test_pairs_go_both_ways_beside_other_streams_and_a_failed_request_is_told():
+    stream = (token("a"), token("b"), END)
+    async with server(*stream) as one, server(*stream) as other, server(status=404) as broken:
+        found = await measure(one, other, clients=4, pairs=3)
+        assert found.direct_p50 > 0
+        assert found.proxied_p50 > 0
+        with pytest.raises(RuntimeError, match="no such adapter"):
+            await measure(one, broken, clients=2, pairs=1)
+        with pytest.raises(RuntimeError, match="no such adapter"):
+            await measure(broken, one, clients=2, pairs=1)
 
 
 def test_requests_are_greedy_uncached_and_name_their_adapter_as_llama_server_has_it():

@@ -11,13 +11,13 @@ the most requests notice of it.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from dataclasses import dataclass
 
 import numpy as np
 
-from loraproxy.bench.client_process import run_stream
+from loraproxy.bench.client_process import request_body, run_stream
+from loraproxy.bench.wire import StreamJob
 
 _PAUSE = 0.1
 """At most so many seconds, at random, between two pairs: without it they would come right after the server's steps."""
@@ -59,20 +59,22 @@ def added(direct: list[float], proxied: list[float]) -> Added:
     )
 
 
-async def measure(direct: int, proxied: int, clients: int, pairs: int) -> Added:
+async def measure(direct: int, proxied: int, clients: int, pairs: int, n_adapters: int) -> Added:
     """``direct`` and ``proxied``: ports of 127.0.0.1 that lead to one server, which has a slot for each client.
+
+    It has ``n_adapters`` adapters, which no request uses.
 
     Two of the ``clients`` are a pair's; the others stream through the proxy. Raises RuntimeError where a request fails.
     """
     source = random.Random(0)
-    others = [asyncio.create_task(_stream(proxied, number)) for number in range(clients - 2)]
+    others = [asyncio.create_task(_stream(proxied, number, n_adapters)) for number in range(clients - 2)]
     times: dict[int, list[float]] = {direct: [], proxied: []}
     try:
         await asyncio.sleep(_WARM_UP)
         for number in range(pairs):
             await asyncio.sleep(source.uniform(0, _PAUSE))
             ports = source.sample([direct, proxied], 2)  # the first is sent a moment before the second
-            body = _body(f"Pair {number} has a tale:", _PAIR)
+            body = request_body(StreamJob(prompt=f"Pair {number} has a tale:"), _PAIR, n_adapters)
             streams = await asyncio.gather(*(run_stream("127.0.0.1", port, body) for port in ports))
             for port, stream in zip(ports, streams, strict=True):
                 times[port].append(stream.arrivals[0] - stream.sent)
@@ -86,13 +88,9 @@ async def measure(direct: int, proxied: int, clients: int, pairs: int) -> Added:
     return added(times[direct], times[proxied])
 
 
-async def _stream(port: int, client: int) -> None:
+async def _stream(port: int, client: int, n_adapters: int) -> None:
     number = 0
     while True:
         number += 1
-        await run_stream("127.0.0.1", port, _body(f"Client {client} has a story, number {number}:", _STREAM))
-
-
-def _body(prompt: str, n_predict: int) -> bytes:
-    body = {"prompt": prompt, "n_predict": n_predict, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-    return json.dumps({**body, "stream": True}).encode()
+        story = StreamJob(prompt=f"Client {client} has a story, number {number}:")
+        await run_stream("127.0.0.1", port, request_body(story, _STREAM, n_adapters))

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 
 from loraproxy.adapters.base_model import BaseModel
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         Scenario("different", f"{streams} streams, {options.adapters} adapters", streams, options.adapters),
     )
     chosen = [load for load in loads if not options.only or load.key in options.only]
-    rows = [["load", "server", "tokens/s", "of direct", "TTFT p50", "more", "ITL p50"]]
+    rows = [["load", "server", "tokens/s", "of direct", "TTFT p50", "ITL p50"]]
     with TemporaryDirectory(prefix="loraproxy-bench-") as scratch:
         adapters = write_random_adapters(BaseModel.from_gguf(demo_model()), Path(scratch), options.adapters)
         context = streams * 256
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _rows(load: Scenario, drivers: dict[str, Driver], repeats: int, tokens: int, patience: Patience) -> list[list[str]]:
-    """Pairs of runs, each in turn first; the medians, and the median of the pairs' ratios and differences."""
+    """Pairs of runs, each in turn first: medians, and the mean of the pairs' ratios with its standard error."""
     job = load.job(tokens)
     for driver in drivers.values():
         driver.run(load.job(2))
@@ -94,19 +94,23 @@ def _rows(load: Scenario, drivers: dict[str, Driver], repeats: int, tokens: int,
         direct, proxied = pairs[-1][_DIRECT], pairs[-1][_PROXIED]
         ratio = proxied.tokens_per_second / direct.tokens_per_second
         _say(
-            f"{load.title}: {direct.tokens_per_second:.1f} and {proxied.tokens_per_second:.1f} tokens/s, {ratio:.3f} ×;"
-            f" first token {direct.ttft_p50:.0f} and {proxied.ttft_p50:.0f} ms"
+            f"{load.title}: {direct.tokens_per_second:.1f} and {proxied.tokens_per_second:.1f} tokens/s, {ratio:.3f} ×"
         )
-    ratio = median(p[_PROXIED].tokens_per_second / p[_DIRECT].tokens_per_second for p in pairs)
-    more = median(p[_PROXIED].ttft_p50 - p[_DIRECT].ttft_p50 for p in pairs)
+    ratios = [pair[_PROXIED].tokens_per_second / pair[_DIRECT].tokens_per_second for pair in pairs]
     rows = []
     for name in drivers:
         rate, ttft, itl = (
             median(getattr(pair[name], key) for pair in pairs) for key in ("tokens_per_second", "ttft_p50", "itl_p50")
         )
-        shown = (f"{ratio:.3f} ×", f"{more:+.1f} ms") if name == _PROXIED else ("", "")
-        rows.append([load.title, name, f"{rate:.1f}", shown[0], f"{ttft:.0f} ms", shown[1], f"{itl:.1f} ms"])
+        shown = mean_with_error(ratios) if name == _PROXIED else ""
+        rows.append([load.title, name, f"{rate:.1f}", shown, f"{ttft:.0f} ms", f"{itl:.1f} ms"])
     return rows
+
+
+def mean_with_error(ratios: Sequence[float]) -> str:
+    """Their mean, and its standard error where there are several."""
+    error = f" ± {stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
+    return f"{mean(ratios):.3f}{error} ×"
 
 
 def _first_tokens(direct: int, proxied: int, options: argparse.Namespace, patience: Patience) -> str:
@@ -115,7 +119,7 @@ def _first_tokens(direct: int, proxied: int, options: argparse.Namespace, patien
     clients: int = options.streams
     if not options.pairs or clients < 3:
         return "First tokens beside running streams: not measured."
-    found = asyncio.run(measure(direct, proxied, clients, options.pairs))
+    found = asyncio.run(measure(direct, proxied, clients, options.pairs, options.adapters))
     return (
         f"First tokens of {options.pairs} pairs of requests beside {clients - 2} running streams, no adapter: p50"
         f" {found.direct_p50:.1f} ms direct and {found.proxied_p50:.1f} ms proxied, {found.p50:+.1f} ms;"

@@ -6,8 +6,9 @@ import logging
 import time
 
 from loraproxy import _native
+from loraproxy.adapters.sets import BASE
 from loraproxy.config import WorkerSettings
-from loraproxy.errors import ApiError, ServerError
+from loraproxy.errors import ApiError, InvalidRequest, ServerError
 from loraproxy.worker.prefix_cache import Entry, PrefixCache
 from loraproxy.worker.runtime import Runtime, StepFailed
 from loraproxy.worker.scheduler import DECODE_WEIGHT, PROMPT_WEIGHT, Rows, Scheduler
@@ -220,8 +221,11 @@ class Stepper:
     def _has_logits(self, row: int, sequence: Sequence) -> bool:
         if self.runtime.is_finite(row):
             return True
-        why = "is an adapter's scale too large?" if sequence.native_set else "is the model file damaged?"
-        self._fail(sequence, ServerError(f"the model's output is no finite number; {why}"))
+        if sequence.generation.adapters == BASE:
+            self._fail(sequence, ServerError("the model's output is no finite number; is the model file damaged?"))
+        else:
+            why = "lora: at these scales the model's output is no finite number; use smaller ones"
+            self._fail(sequence, InvalidRequest(why))
         return False
 
     def _sample_with_probs(self, row: int, sequence: Sequence) -> None:

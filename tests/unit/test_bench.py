@@ -20,6 +20,7 @@ from loraproxy.bench import main, processes, report
 from loraproxy.bench.client_process import request_body, run_stream
 from loraproxy.bench.figures import Figures, figures_of, median_of
 from loraproxy.bench.first_tokens import added, measure
+from loraproxy.bench.fronting import mean_with_error
 from loraproxy.bench.memory import Memory, measure_memory
 from loraproxy.bench.quiet import Patience, Watch
 from loraproxy.bench.random_adapters import PROJECTIONS, RANK, kept_bytes, write_random_adapters
@@ -102,16 +103,21 @@ def test_what_a_way_adds_is_counted_in_pairs():
     assert found.error == pytest.approx(25.98 / 2, abs=0.01)
 
 
+def test_ratios_are_told_with_their_standard_error():
+    assert mean_with_error([0.9, 1.0, 1.1]) == "1.000 ± 0.058 ×"
+    assert mean_with_error([0.97]) == "0.970 ×"
+
+
 async def test_pairs_go_both_ways_beside_other_streams_and_a_failed_request_is_told():
     stream = (token("a"), token("b"), END)
     async with server(*stream) as one, server(*stream) as other, server(status=404) as broken:
-        found = await measure(one, other, clients=4, pairs=3)
+        found = await measure(one, other, clients=4, pairs=3, n_adapters=2)
         assert found.direct_p50 > 0
         assert found.proxied_p50 > 0
         with pytest.raises(RuntimeError, match="no such adapter"):
-            await measure(one, broken, clients=2, pairs=1)
+            await measure(one, broken, clients=2, pairs=1, n_adapters=0)
         with pytest.raises(RuntimeError, match="no such adapter"):
-            await measure(broken, one, clients=2, pairs=1)
+            await measure(broken, one, clients=2, pairs=1, n_adapters=0)
 
 
 def test_requests_are_greedy_uncached_and_name_their_adapter_as_llama_server_has_it():

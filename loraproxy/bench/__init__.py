@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loraproxy.bench import churn, command, fronting, keyed
+from loraproxy.endings import ends_tidily
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark that the first argument names, else the one beside llama-server. Raises StartFailed."""
-    if arguments and arguments[0] == "adapters":
-        return churn.main(arguments[1:])
-    if arguments and arguments[0] == "keyed":
-        return keyed.main(arguments[1:])
-    if arguments and arguments[0] == "llama-server":
-        return fronting.main(arguments[1:])
-    return command.main(arguments)
+    measured = {"adapters": churn.main, "keyed": keyed.main, "llama-server": fronting.main}
+    named = measured.get(arguments[0]) if arguments else None
+    with ends_tidily():  # it has servers
+        return named(arguments[1:]) if named else command.main(arguments)

@@ -14,6 +14,7 @@ from loraproxy.adapters.base_model import BaseModel
 from loraproxy.adapters.gguf_write import AdapterDtype, write_gguf_adapter
 from loraproxy.adapters.read import Unsupported, read_adapter
 from loraproxy.adapters.tensors import Adapter, LoraTensor
+from loraproxy.endings import ends_tidily
 from loraproxy.errors import CommandFailed
 from loraproxy.tools import files
 from loraproxy.tools.progress import Progress
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     inputs = (options.model, options.adapter, *options.adapter.glob("adapter_model*"))
     files.check_output(options.output, force=options.force, inputs=inputs)
     unsupported = Unsupported.LEAVE_OUT if options.ignore_unsupported else Unsupported.REFUSE
-    with files.ends_tidily():
+    with ends_tidily():
         result = convert(options.adapter, options.output, options.model, options.outtype, unsupported)
     adapter = result.adapter
     for note in (*adapter.notes, *adapter.left_out):

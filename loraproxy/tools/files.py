@@ -7,34 +7,15 @@ import math
 import os
 import re
 import shutil
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from loraproxy.adapters.names import RESERVED, shorten
 from loraproxy.errors import CommandFailed
 
 _ROOM_LEFT = 1 << 20
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
-
-
-@contextmanager
-def ends_tidily() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that temporary files are removed."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    previous = {number: signal.signal(number, end) for number in _ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def check_output(path: Path, *, force: bool, inputs: tuple[Path, ...]) -> None:

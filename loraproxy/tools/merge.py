@@ -15,6 +15,7 @@ from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS, GGMLQu
 from loraproxy.adapters.base_model import OUTPUT, TOKEN_EMBD, BaseModel
 from loraproxy.adapters.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from loraproxy.adapters.read import Unsupported, read_adapter
+from loraproxy.endings import ends_tidily
 from loraproxy.errors import CommandFailed
 from loraproxy.tools import files, gguf_copy
 from loraproxy.tools.deltas import Delta, Rounding, deltas_of, look_up, merged
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     files.check_output(options.output, force=options.force, inputs=inputs)
     kind = FILE_TYPES.get(options.type)
     unsupported = Unsupported.LEAVE_OUT if options.ignore_unsupported else Unsupported.REFUSE
-    with files.ends_tidily():
+    with ends_tidily():
         result = merge(options.model, options.adapter, options.output, kind, unsupported)
     for note in result.left_out:
         print(files.printable(f"note: {note}"))

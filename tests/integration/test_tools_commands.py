@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from loraproxy.adapters.gguf_write import write_gguf_adapter
 from loraproxy.adapters.read import read_adapter
 from loraproxy.tools.files import ScaledAdapter
 from loraproxy.tools.merge import merge
-from proxies import run_to_the_end
+from proxies import children, run_to_the_end
 from servers import POLL_SECONDS, REPOSITORY, demo_adapters
 
 EXPECTED = json.loads((REPOSITORY / "tests" / "expected.json").read_text())
@@ -191,3 +193,22 @@ def test_an_interrupted_merge_leaves_nothing_behind(
         assert process.stderr.read() == b""
     assert process.returncode == code
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_no_server_behind(tmp_path, model):
+    command = [sys.executable, "-m", "loraproxy", "bench", "--no-llama-server", "--only", "one-base"]
+    with subprocess.Popen([*command, "--out", str(tmp_path)], cwd=REPOSITORY, stderr=subprocess.DEVNULL) as bench:
+        while not (started := children(bench)):
+            assert bench.poll() is None
+            time.sleep(POLL_SECONDS)
+        bench.terminate()
+        assert bench.wait(60) == 128 + signal.SIGTERM
+    assert not [pid for pid in started if is_there(pid)]
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -54,6 +54,15 @@ def children(process: subprocess.Popen[bytes]) -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
+def is_alive(pid: int) -> bool:
+    """Whether there is a process of that id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def call(
     server: Server, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, str], Any]:

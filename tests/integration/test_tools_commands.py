@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from loraproxy.adapters.gguf_write import write_gguf_adapter
 from loraproxy.adapters.read import read_adapter
 from loraproxy.tools.files import ScaledAdapter
 from loraproxy.tools.merge import merge
-from proxies import children, run_to_the_end
+from proxies import children, is_alive, run_to_the_end
 from servers import POLL_SECONDS, REPOSITORY, demo_adapters
 
 EXPECTED = json.loads((REPOSITORY / "tests" / "expected.json").read_text())
@@ -203,12 +202,4 @@ def test_a_benchmark_that_is_told_to_end_leaves_no_server_behind(tmp_path, model
             time.sleep(POLL_SECONDS)
         bench.terminate()
         assert bench.wait(60) == 128 + signal.SIGTERM
-    assert not [pid for pid in started if is_there(pid)]
-
-
-def is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    assert not [pid for pid in started if is_alive(pid)]

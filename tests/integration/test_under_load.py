@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxies import character_arguments, children, run_to_the_end, running_proxy
+from proxies import character_arguments, children, is_alive, run_to_the_end, running_proxy
 from servers import STOP_SECONDS, Server, base_model, demo_adapters
 
 CHARACTERS = ("bard", "pirate", "robot", "wizard")
@@ -109,14 +109,6 @@ async def client_of(server: Server) -> AsyncIterator[Client]:
 
 def without_times(events: list[Any]) -> list[Any]:
     return [{key: value for key, value in event.items() if key != "timings"} for event in events]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def assert_error(event: Any) -> None:

@@ -14,6 +14,7 @@ from loraproxy.errors import ApiError, WorkerUnreached
 from loraproxy.logs import id_header
 from loraproxy.pool.base import Leased, Pool
 from loraproxy.proxy.accounting import Account
+from loraproxy.proxy.copying import copy_body
 
 _NOT_COPIED = frozenset(
     {
@@ -107,23 +108,14 @@ async def _copy_stream(
     headers: Mapping[str, str],
     account: Account | None,
 ) -> web.StreamResponse:
-    """Copy server-sent events. This loop runs for every token of every stream: one read, one look, one write."""
+    """Copy server-sent events as they come."""
     response = web.StreamResponse(status=answer.status, headers=_merged(answer, headers))
-    read, look, write = answer.content.readany, account.chunk if account else _ignore, response.write
     try:
         await response.prepare(request)
-        while True:
-            try:
-                chunk = await read()
-            except (aiohttp.ClientError, ConnectionError):
-                chunk = b""
-                if account is not None:
-                    account.cut_off("error")
-                await write(_error_event(pool.broken()))
-            if not chunk:
-                break
-            look(chunk)
-            await write(chunk)
+        if not await copy_body(request, answer, response, account.chunk if account else _ignore):
+            if account is not None:
+                account.cut_off("error")
+            await response.write(_error_event(pool.broken()))
         await response.write_eof()
     except ConnectionResetError:
         if account is not None:  # writing failed: the client is gone

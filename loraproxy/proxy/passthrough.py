@@ -24,6 +24,7 @@ from loraproxy.pool.base import Leased
 from loraproxy.proxy.accounting import Account, open_account
 from loraproxy.proxy.body import parse_object, read_body
 from loraproxy.proxy.context import PROXY
+from loraproxy.proxy.copying import copy_body
 from loraproxy.proxy.splice import with_member
 
 TAKING_LORA = frozenset(
@@ -248,25 +249,16 @@ async def _copy(
     headers: CIMultiDict[str],
     account: Account | None,
 ) -> web.StreamResponse:
-    """Copy as it comes. The loop runs for every token of every stream: one read, one look, one write."""
+    """Copy as it comes."""
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
     if request.method == "HEAD" and (length := answer.headers.get("Content-Length")):
         response.headers["Content-Length"] = length
-    read, look, write = answer.content.readany, account.chunk if account else _ignore, response.write
     try:
         await response.prepare(request)
-        while True:
-            try:
-                chunk = await read()
-            except (aiohttp.ClientError, OSError):
-                if account is not None:
-                    account.cut_off("error")
-                await _cut_off(request, response, answer, broken(place))
-                break
-            if not chunk:
-                break
-            look(chunk)
-            await write(chunk)
+        if not await copy_body(request, answer, response, account.chunk if account else _ignore):
+            if account is not None:
+                account.cut_off("error")
+            await _cut_off(request, response, answer, broken(place))
         await response.write_eof()
     except ConnectionResetError:  # writing failed: the client is gone
         if account is not None and not account.outcome:

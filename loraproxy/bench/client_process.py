@@ -35,8 +35,11 @@ def request_body(stream: StreamJob, n_predict: int, n_adapters: int) -> bytes:
     return json.dumps(body).encode()
 
 
-async def run_stream(host: str, port: int, body: bytes) -> StreamTimes:
-    """Send one request and note when each of its events arrives. Raises RuntimeError when the answer is no stream."""
+async def run_stream(host: str, port: int, body: bytes, seen: list[float] | None = None) -> StreamTimes:
+    """Send one request and note when each of its events arrives, in ``seen``, too, as they do.
+
+    Raises RuntimeError when the answer is no stream.
+    """
     reader, writer = await asyncio.open_connection(host, port, limit=_LINE_LIMIT)
     try:
         head = (
@@ -53,6 +56,8 @@ async def run_stream(host: str, port: int, body: bytes) -> StreamTimes:
                 raise RuntimeError(f"the stream ended with {last['error']}")
             if not last["stop"]:
                 arrivals.append(time.perf_counter())
+                if seen is not None:
+                    seen.append(arrivals[-1])
     finally:
         writer.close()
     if not last.get("stop"):

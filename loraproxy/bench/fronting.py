@@ -7,20 +7,19 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from tempfile import TemporaryDirectory
 
 from loraproxy.adapters.base_model import BaseModel
 from loraproxy.bench import processes
-from loraproxy.bench.figures import Figures, figures_of
 from loraproxy.bench.first_tokens import measure
 from loraproxy.bench.machine import describe_machine, usable_cpus
-from loraproxy.bench.processes import Driver, Setup
+from loraproxy.bench.processes import Setup
 from loraproxy.bench.quiet import QUIET, Patience, Watch
 from loraproxy.bench.random_adapters import write_random_adapters
 from loraproxy.bench.report import as_markdown, as_text
 from loraproxy.bench.scenarios import Scenario
-from loraproxy.bench.wire import Job
+from loraproxy.bench.steady import mean_with_error, tokens_per_second
 from loraproxy.demonstration import demo_model
 from loraproxy.errors import StartFailed
 
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         Scenario("different", f"{streams} streams, {options.adapters} adapters", streams, options.adapters),
     )
     chosen = [load for load in loads if not options.only or load.key in options.only]
-    rows = [["load", "server", "tokens/s", "of direct", "TTFT p50", "ITL p50"]]
+    rows = [["load", "direct tokens/s", "proxied tokens/s", "of direct"]]
     with TemporaryDirectory(prefix="loraproxy-bench-") as scratch:
         adapters = write_random_adapters(BaseModel.from_gguf(demo_model()), Path(scratch), options.adapters)
         context = streams * 256
@@ -50,13 +49,11 @@ def main(arguments: Sequence[str]) -> int:
         with (
             processes.llama_server(setup, binary) as server,
             processes.in_front_of(server, setup) as proxy,
-            processes.http_driver(server, len(adapters)) as direct,
-            processes.http_driver(proxy, len(adapters)) as proxied,
         ):
-            drivers = {_DIRECT: direct, _PROXIED: proxied}
+            ports = {_DIRECT: server.port, _PROXIED: proxy.port}
             patience = Patience(60 * options.wait)
             for load in chosen:
-                rows += _rows(load, drivers, options.repeats, options.tokens, patience)
+                rows += _rows(load, ports, options, patience)
             first = _first_tokens(server.port, proxy.port, options, patience)
     print(as_text(rows))
     print(first)
@@ -72,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     found.add_argument("--only", action="append", choices=["base", "same", "different"], help="one of the loads")
     found.add_argument("--streams", type=int, default=8, metavar="N", help="requests at once, and slots (8)")
     found.add_argument("--adapters", type=int, default=8, metavar="N", help="different adapters (8)")
-    found.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of each request (64)")
     found.add_argument("--repeats", type=int, default=5, metavar="N", help="pairs of runs (5)")
+    found.add_argument("--seconds", type=float, default=15, metavar="N", help="that a run is counted for (15)")
     found.add_argument("--pairs", type=int, default=300, metavar="N", help="requests sent both ways at once (300)")
     found.add_argument("--threads", type=int, default=0, metavar="N", help="of the server (one for each CPU)")
     found.add_argument(
@@ -83,34 +80,17 @@ def _parser() -> argparse.ArgumentParser:
     return found
 
 
-def _rows(load: Scenario, drivers: dict[str, Driver], repeats: int, tokens: int, patience: Patience) -> list[list[str]]:
+def _rows(load: Scenario, ports: dict[str, int], options: argparse.Namespace, patience: Patience) -> list[list[str]]:
     """Pairs of runs, each in turn first: medians, and the mean of the pairs' ratios with its standard error."""
-    job = load.job(tokens)
-    for driver in drivers.values():
-        driver.run(load.job(2))
-    pairs: list[dict[str, Figures]] = []
-    for repeat in range(repeats):
-        pairs.append(_quiet_pair(drivers, job, repeat, patience))
+    pairs: list[dict[str, float]] = []
+    for repeat in range(options.repeats):
+        names = list(ports) if repeat % 2 == 0 else list(ports)[::-1]
+        pairs.append(_quiet_pair({name: ports[name] for name in names}, load, options, patience))
         direct, proxied = pairs[-1][_DIRECT], pairs[-1][_PROXIED]
-        ratio = proxied.tokens_per_second / direct.tokens_per_second
-        _say(
-            f"{load.title}: {direct.tokens_per_second:.1f} and {proxied.tokens_per_second:.1f} tokens/s, {ratio:.3f} ×"
-        )
-    ratios = [pair[_PROXIED].tokens_per_second / pair[_DIRECT].tokens_per_second for pair in pairs]
-    rows = []
-    for name in drivers:
-        rate, ttft, itl = (
-            median(getattr(pair[name], key) for pair in pairs) for key in ("tokens_per_second", "ttft_p50", "itl_p50")
-        )
-        shown = mean_with_error(ratios) if name == _PROXIED else ""
-        rows.append([load.title, name, f"{rate:.1f}", shown, f"{ttft:.0f} ms", f"{itl:.1f} ms"])
-    return rows
-
-
-def mean_with_error(ratios: Sequence[float]) -> str:
-    """Their mean, and its standard error where there are several."""
-    error = f" ± {stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
-    return f"{mean(ratios):.3f}{error} ×"
+        _say(f"{load.title}: {direct:.1f} and {proxied:.1f} tokens/s, {proxied / direct:.3f} ×")
+    ratio = mean_with_error([pair[_PROXIED] / pair[_DIRECT] for pair in pairs])
+    rates = (f"{median(pair[name] for pair in pairs):.1f}" for name in (_DIRECT, _PROXIED))
+    return [[load.title, *rates, ratio]]
 
 
 def _first_tokens(direct: int, proxied: int, options: argparse.Namespace, patience: Patience) -> str:
@@ -127,13 +107,17 @@ def _first_tokens(direct: int, proxied: int, options: argparse.Namespace, patien
     )
 
 
-def _quiet_pair(drivers: dict[str, Driver], job: Job, repeat: int, patience: Patience) -> dict[str, Figures]:
-    """A run on each; as long as there is patience, a pair that other programs did not disturb."""
-    names = list(drivers) if repeat % 2 == 0 else list(drivers)[::-1]
+def _quiet_pair(
+    ports: dict[str, int], load: Scenario, options: argparse.Namespace, patience: Patience
+) -> dict[str, float]:
+    """Tokens per second on each way; as long as there is patience, of a pair that other programs did not disturb."""
     while True:
         patience.wait_until_quiet()
         watch = Watch()
-        pair = {name: figures_of(drivers[name].run(job)) for name in names}
+        pair = {
+            name: asyncio.run(tokens_per_second(port, load, options.adapters, options.seconds))
+            for name, port in ports.items()
+        }
         if watch.foreign_share() <= QUIET or not patience.left:
             return pair
 

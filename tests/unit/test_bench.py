@@ -20,11 +20,11 @@ from loraproxy.bench import main, processes, report
 from loraproxy.bench.client_process import request_body, run_stream
 from loraproxy.bench.figures import Figures, figures_of, median_of
 from loraproxy.bench.first_tokens import added, measure
-from loraproxy.bench.fronting import mean_with_error
 from loraproxy.bench.memory import Memory, measure_memory
 from loraproxy.bench.quiet import Patience, Watch
 from loraproxy.bench.random_adapters import PROJECTIONS, RANK, kept_bytes, write_random_adapters
-from loraproxy.bench.scenarios import by_slots, prompt, scenarios
+from loraproxy.bench.scenarios import Scenario, by_slots, prompt, scenarios
+from loraproxy.bench.steady import mean_with_error, tokens_per_second
 from loraproxy.bench.wire import Job, JobTimes, StreamJob, StreamTimes
 from loraproxy.errors import InvalidRequest, StartFailed
 
@@ -101,6 +101,15 @@ def test_what_a_way_adds_is_counted_in_pairs():
     assert (found.direct_p50, found.proxied_p50, found.p50) == pytest.approx((250, 251, 1))
     assert (found.mean, found.median) == pytest.approx((16, 1))
     assert found.error == pytest.approx(25.98 / 2, abs=0.01)
+
+
+async def test_a_steady_load_is_counted_over_a_window_and_a_failed_request_is_told():
+    load = Scenario("different", "3 streams", 3, 2)
+    async with server(token("a"), token("b"), END) as port, server(status=404) as broken:
+        rate = await tokens_per_second(port, load, 2, 0.3)
+        assert rate > 2 * load.streams / 0.3, "each client should come to more than one request"
+        with pytest.raises(RuntimeError, match="no such adapter"):
+            await tokens_per_second(broken, load, 2, 0.3)
 
 
 def test_ratios_are_told_with_their_standard_error():

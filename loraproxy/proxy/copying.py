@@ -92,6 +92,7 @@ class _Copying(asyncio.Protocol):
             self._news = asyncio.get_running_loop().create_future()
             self._at_once = begun and not client.get_write_buffer_size()
             await self._news
+            self._at_once = False
         return False
 
     def data_received(self, data: bytes) -> None:
